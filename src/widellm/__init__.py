@@ -1,0 +1,53 @@
+"""widellm: each token chooses, layer by layer, which head groups and FFN channel groups it computes.
+
+model, tokenizer = widellm.load("DIR")      # a directory that `widellm prune` wrote
+widellm.set_budget(model, 0.6)              # share of routable work that may be spent
+widellm.detach(model)                       # the dense model again, bit for bit
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from widellm._version import __version__
+
+if TYPE_CHECKING:
+    from widellm.config import WidthConfig
+    from widellm.modeling.attach import attach, detach, get_budget, set_backend, set_budget
+    from widellm.modeling.checkpoint import load, save
+
+_HOMES = {
+    "WidthConfig": "widellm.config",
+    "attach": "widellm.modeling.attach",
+    "detach": "widellm.modeling.attach",
+    "get_budget": "widellm.modeling.attach",
+    "set_backend": "widellm.modeling.attach",
+    "set_budget": "widellm.modeling.attach",
+    "load": "widellm.modeling.checkpoint",
+    "save": "widellm.modeling.checkpoint",
+}
+
+__all__ = [
+    "WidthConfig",
+    "__version__",
+    "attach",
+    "detach",
+    "get_budget",
+    "load",
+    "save",
+    "set_backend",
+    "set_budget",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # torch and transformers load on first use, so that `widellm --help` answers at once
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'widellm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

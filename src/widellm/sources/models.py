@@ -1,0 +1,261 @@
+"""Dense models by name: a local directory, a GGUF file, an embedded model or a hub id."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from widellm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from widellm.files import one_line, refuse_incomplete
+from widellm.optional import require
+from widellm.sources.gguf import EMBEDDED, convert, embedded_file
+from widellm.sources.quiet import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = "model.safetensors"
+# of a hub repository: one copy of the weights, nothing that is pickled
+_HUB_FILES = [_WEIGHTS, "model-*-of-*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+# buffers that old checkpoints carry and every transformers since 4.3x computes itself
+_COMPUTED = (".rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A dense causal LM in evaluation mode, with its tokenizer."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    source: str
+    """What the user named."""
+    directory: str
+    """The local Hugging Face directory that was read."""
+
+
+def resolve_model(name: str, cache_dir: str | Path | None = None, progress: Callable[[str], None] | None = None) -> str:
+    """Turn what a user calls a model into a local directory or a hub id.
+
+    An embedded model's alias and a GGUF file are converted once into `cache_dir` (default: `cache_directory()`), with
+    one message to `progress` before the work; directories and hub ids come back as they are.
+
+    Raises UnsupportedModelError when `name` is none of these; see `gguf.convert` for those of a conversion.
+    """
+    name = str(name)
+    path = Path(name).expanduser()
+    if name in EMBEDDED and not path.exists():
+        return str(convert(embedded_file(name), cache_dir, progress))
+    if path.is_dir():
+        return str(path)
+    if path.is_file():
+        if path.suffix.lower() == ".gguf":
+            return str(convert(path, cache_dir, progress))
+        raise UnsupportedModelError(f"{name} is a file; give a model directory, a .gguf file or a hub id")
+    if not _HUB_ID.fullmatch(name) or path.suffix.lower() == ".gguf":
+        raise UnsupportedModelError(f"there is no model at {name}: no such file or directory, and not a hub id either")
+    return name
+
+
+def load_dense(
+    name: str,
+    dtype: str | torch.dtype = "auto",
+    device_map: Any = None,
+    cache_dir: str | Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> LoadedModel:
+    """Load a dense causal LM and its tokenizer, in evaluation mode, checked.
+
+    name: as for `resolve_model`. dtype: "auto" keeps the checkpoint's; or a torch dtype or its name. device_map: as in
+    transformers (needs accelerate). Weights come from safetensors only, and no code of the model's is ever run.
+
+    Raises UnsupportedModelError (no such model, needs its own code, quantised, not a causal LM), CheckpointError
+    (missing or damaged file, weight missing, unexpected, of another shape or not finite, tokenizer unusable, hub not
+    reachable), ConfigError (dtype), MissingDependencyError. Weights that `device_map` puts on the disk are not checked
+    for NaN.
+    """
+    wanted = _dtype(dtype)
+    if device_map is not None:
+        require("accelerate", "gguf", "device_map")
+    resolved = resolve_model(name, cache_dir, progress)
+    folder = Path(resolved)
+    if not folder.is_dir():
+        folder = _download(resolved)
+    _check_config(folder)
+    _check_weight_files(folder)
+    with quiet():
+        tokenizer = _load_tokenizer(folder)
+        model = _load_model(folder, wanted, device_map)
+    _check_tokenizer(tokenizer, model, folder)
+    _check_finite(model, folder)
+    model.eval()
+    return LoadedModel(model, tokenizer, str(name), str(folder))
+
+
+def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    if dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return dtype
+    if isinstance(dtype, str) and dtype in _DTYPES:
+        return _DTYPES[dtype]
+    raise ConfigError(f"dtype must be auto or one of {', '.join(_DTYPES)}, got {dtype!r}")
+
+
+def _download(repository: str) -> Path:
+    """The local snapshot of a hub repository, downloaded where needed (the hub's client shows its own progress)."""
+    from huggingface_hub import snapshot_download  # comes with transformers
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES))
+    except GatedRepoError:
+        raise UnsupportedModelError(
+            f"{repository} asks for its terms to be accepted on the hub: do, then log in"
+        ) from None
+    except RepositoryNotFoundError:
+        raise UnsupportedModelError(
+            f"{repository} is not a local directory, nor a public model on the hub (log in if it is a private one)"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{repository} is not a local directory and the hub cannot be reached: "
+            f"download it first and give its directory ({one_line(error, 100)})"
+        ) from error
+
+
+def _check_config(folder: Path) -> None:
+    refuse_incomplete(folder)
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face model directory") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON ({one_line(error)})") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise CheckpointError(f"{path} names no model_type: it is not a transformers model's configuration")
+    quantisation = config.get("quantization_config")
+    if quantisation:
+        method = quantisation.get("quant_method", "?") if isinstance(quantisation, dict) else "?"
+        raise UnsupportedModelError(f"{folder} is quantised ({method}): give the unquantised model")
+
+
+def _check_weight_files(folder: Path) -> None:
+    """Every file is there and as long as its header says; nothing is read but the headers."""
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index} is damaged ({one_line(error)})") from None
+    else:
+        names = [_WEIGHTS]
+    for name in names:
+        path = folder / name
+        if not path.is_file():
+            pickled = sorted(p.name for p in folder.glob("pytorch_model*.bin"))
+            if pickled:
+                raise CheckpointError(f"{folder} has only pickled weights ({pickled[0]}): convert them to safetensors")
+            raise CheckpointError(f"{folder} has no {name}: the weights are missing")
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is truncated or damaged ({one_line(error)})") from error
+
+
+def _load_model(folder: Path, dtype: str | torch.dtype, device_map: Any) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            device_map=device_map,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
+            output_loading_info=True,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, KeyError, ImportError, OSError, RuntimeError, AttributeError, TypeError) as error:
+        text = str(error)
+        if "trust_remote_code" in text:
+            raise UnsupportedModelError(f"{folder} needs Python code of its own, which widellm never runs") from None
+        if "Unrecognized configuration class" in text:
+            raise UnsupportedModelError(f"{folder} is not a causal language model") from None
+        if "model type" in text or "model_type" in text:
+            raise UnsupportedModelError(
+                f"{folder}: the installed transformers does not know it ({one_line(error)})"
+            ) from None
+        raise CheckpointError(f"{folder} does not load ({one_line(error)})") from error
+    for key, problem in _key_problems(info):
+        raise CheckpointError(f"{folder}: weight {key} {problem}; the files do not belong together or are incomplete")
+    return model
+
+
+def _key_problems(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) from transformers' loading report."""
+    for key in sorted(info.get("missing_keys", ())):
+        yield key, "is missing"
+    for entry in sorted(info.get("mismatched_keys", ())):
+        key, found, expected = entry
+        yield key, f"has shape {list(found)}, expected {list(expected)}"
+    for key in sorted(info.get("unexpected_keys", ())):
+        if not key.endswith(_COMPUTED):
+            yield key, "is unexpected"
+    for key in sorted(info.get("error_msgs", ())):
+        yield str(key), "does not load"
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise CheckpointError(
+            f"{folder}: tokenizer without the needed pieces: none of {', '.join(_TOKENIZER_FILES)} is there"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # tokenizers, sentencepiece and JSON each raise errors of their own
+        raise CheckpointError(f"{folder}: tokenizer without the needed pieces ({one_line(error)})") from error
+
+
+def _check_tokenizer(tokenizer: Any, model: Any, folder: Path) -> None:
+    ids = tokenizer("The quick brown fox", add_special_tokens=False).input_ids
+    if not ids or all(i == tokenizer.unk_token_id for i in ids):
+        raise CheckpointError(f"{folder}: tokenizer without the needed pieces: it cannot encode plain English text")
+    rows = model.get_input_embeddings().weight.shape[0]
+    if max(ids) >= rows:
+        raise CheckpointError(
+            f"{folder}: the tokenizer gives token {max(ids)}, the model has {rows}: not its tokenizer"
+        )
+
+
+def _check_finite(model: nn.Module, folder: Path) -> None:
+    for name, weight in model.named_parameters():
+        if weight.is_meta or weight.numel() == 0:
+            continue
+        # the extremes carry NaN along, and unlike isfinite they need no mask as large as the weight
+        low, high = torch.aminmax(weight.detach())
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            raise CheckpointError(f"{folder}: weight {name} holds NaN or infinity: the checkpoint is damaged")
