@@ -1,0 +1,219 @@
+"""Calibration: a dense model and some text in, routers and a dial out. No training, one pass of statistics at a time.
+
+1. Curvature: the Fisher matrix of every sub-layer's output and the size of every FFN channel, by a backward walk.
+   FFN channels are sorted by what leaving them out would cost, and cut into groups.
+2. First fit: ridge regression of each group's log importance on the router's input, on the dense stream.
+3. Second fit: the same on streams that are already routed, at many shares, for that is what the routers will see.
+4. Dial: what each threshold really spends.
+
+Statistics of as many layers as fit into `memory_gb` are held at a time; the others wait for another pass over the text.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widellm.calibrate.dial import measure_dial, router_logits, set_threshold
+from widellm.calibrate.statistics import SAMPLED_ROWS, Curvature, Regression
+from widellm.calibrate.stream import sampled_label_gradient, walk_back
+from widellm.config import WidthConfig
+from widellm.errors import TextError, WidellmError
+from widellm.families import Layout, locate
+from widellm.modeling.attach import Width, attach, detach, is_attached, set_dial
+from widellm.provenance import versions
+
+Progress = Callable[[str, int, int], None]
+
+CURVATURE_SHARE, FIRST_SHARE, SECOND_SHARE = 0.1875, 0.125, 0.5
+"""Shares of the windows that the first three steps use; the dial takes the rest."""
+LEAST_SAVED, MOST_SAVED = 0.1, 0.6
+"""Range of routable work saved over every other window of the second fit; the rest of them are dense."""
+DIAL_TOKENS = 3072
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user may choose about a calibration."""
+
+    head_group_size: int = 1
+    """Query heads per decision."""
+    ffn_group_size: int = 64
+    """FFN channels per decision."""
+    router_rank: int = 32
+    """Inner width of the routers."""
+    seed: int = 0
+    """Of the labels that the model draws from its own prediction, and of the order of the text."""
+    memory_gb: float = 2.0
+    """For the statistics of the layers that are held at a time."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a calibration took."""
+
+    seconds: float
+    peak_memory_gb: float
+    """Largest resident memory of the process so far, weights included."""
+    tokens: int
+    attention_r_squared: float
+    """Share of the variance of the log importance that the routers explain, mean over layers."""
+    ffn_r_squared: float
+
+
+def calibrate(
+    model: Any,
+    windows: Tensor,
+    settings: Settings,
+    name: str = "",
+    text: dict[str, Any] | None = None,
+    budget: float = 0.5,
+    progress: Progress = lambda stage, done, total: None,
+) -> Calibration:
+    """Attach routers to a dense causal LM in place and set its dial; the model is left at budget 1.0.
+
+    windows: int64 [n, T] token ids. `name`, `text` and `budget` are only recorded. An error or an interruption gives
+    the dense model back. Raises TextError for fewer than 8 windows, ConfigError for group sizes that do not fit,
+    WidellmError when the statistics are not finite.
+    """
+    start = time.perf_counter()
+    if len(windows) < 8:
+        raise TextError(
+            f"calibration needs at least 8 windows, got {len(windows)}: give more tokens or smaller windows"
+        )
+    layout = locate(model)
+    layout.groups("attention", settings.head_group_size)
+    layout.groups("ffn", settings.ffn_group_size)
+    cuts = [max(2, int(len(windows) * share)) for share in (CURVATURE_SHARE, FIRST_SHARE, SECOND_SHARE)]
+    parts = torch.split(windows[: sum(cuts)], cuts)
+    rest = windows[sum(cuts) :][: max(2, DIAL_TOKENS // windows.shape[1])]
+    run = _Run(model, layout, settings, progress)
+    forms, sensitivity, permutations = run.curvature(parts[0])
+    config = WidthConfig(
+        model_type=layout.model_type,
+        num_hidden_layers=len(layout.layers),
+        head_group_size=settings.head_group_size,
+        ffn_group_size=settings.ffn_group_size,
+        router_rank=settings.router_rank,
+        base={"name": name},
+        provenance={"budget": budget, "text": text or {}, "settings": asdict(settings), "versions": versions()},
+    )
+    width = attach(model, config, permutations)
+    try:
+        run.fit("first fit", width, parts[1], [None] * len(parts[1]), forms, sensitivity)
+        saved = torch.linspace(LEAST_SAVED, MOST_SAVED, len(parts[2]))
+        order = torch.randperm(len(saved), generator=torch.Generator().manual_seed(settings.seed))
+        collected = router_logits(model, parts[1][:2])
+        thresholds = collected.quantiles([1.0 - float(saved[i]) for i in order])
+        fits = run.fit("second fit", width, parts[2], thresholds, forms, sensitivity)
+        set_dial(model, measure_dial(model, rest, lambda d, t: progress("dial", d, t)))
+    except BaseException:
+        detach(model)
+        raise
+    return Calibration(
+        seconds=time.perf_counter() - start,
+        peak_memory_gb=peak_memory_gb(),
+        tokens=windows.numel(),
+        attention_r_squared=fits["attention"],
+        ffn_r_squared=fits["ffn"],
+    )
+
+
+class _Run:
+    """The passes over the text, for as many layers at a time as the memory allows."""
+
+    def __init__(self, model: Any, layout: Layout, settings: Settings, progress: Progress) -> None:
+        self.model, self.layout, self.settings, self.progress = model, layout, settings, progress
+        d = layout.hidden_size
+        per_layer = 2 * d * (4 * d + 2 * SAMPLED_ROWS) + 4 * layout.intermediate_size * (settings.ffn_group_size + 2)
+        at_once = max(1, int(settings.memory_gb * 2**30 / per_layer))
+        count = len(layout.layers)
+        # from the top down: a walk that stops early is cheaper
+        self.blocks = [range(max(0, end - at_once), end) for end in range(count, 0, -at_once)]
+        self.generator = torch.Generator().manual_seed(settings.seed)
+
+    def curvature(self, windows: Tensor) -> tuple[dict[tuple[int, str], Tensor], dict[tuple[int, str], float], Tensor]:
+        """Group forms and mean squared gradient of every sub-layer, and each layer's channel order [L, F]."""
+        forms: dict[tuple[int, str], Tensor] = {}
+        sensitivity: dict[tuple[int, str], float] = {}
+        permutations = torch.empty(len(self.layout.layers), self.layout.intermediate_size, dtype=torch.int64)
+        for number, block in enumerate(self.blocks):
+            found = {(i, kind): Curvature() for i in block for kind in ("attention", "ffn")}
+            for sample in self._samples("curvature", windows, [None] * len(windows), block, number):
+                found[sample.layer_index, sample.kind].add(sample)
+            for (index, kind), curvature in found.items():
+                modules = self.layout.layers[index]
+                sensitivity[index, kind] = float(curvature.fisher.diagonal().sum())
+                if kind == "attention":
+                    groups = self.layout.groups("attention", self.settings.head_group_size)
+                    w_out = modules.o_proj.weight.detach()
+                else:
+                    groups = self.layout.groups("ffn", self.settings.ffn_group_size)
+                    w_out = modules.down_proj.weight.detach()
+                    order = curvature.channel_scores(w_out).argsort(descending=True, stable=True)
+                    permutations[index] = order.cpu()
+                    w_out = w_out[:, order]
+                forms[index, kind] = curvature.group_forms(w_out, groups)
+                if not bool(torch.isfinite(forms[index, kind]).all()):
+                    raise WidellmError(f"layer {index}'s {kind} gradients are not finite: check the model's weights")
+        return forms, sensitivity, permutations
+
+    def fit(
+        self,
+        stage: str,
+        width: Width,
+        windows: Tensor,
+        thresholds: Sequence[float | None],
+        forms: dict[tuple[int, str], Tensor],
+        sensitivity: dict[tuple[int, str], float],
+    ) -> dict[str, float]:
+        """Solve all routers on windows run at these thresholds; returns the mean R^2 per kind.
+
+        New routers are put in only when all are solved: the stream that later blocks see must not change under way.
+        """
+        solved = []
+        for number, block in enumerate(self.blocks):
+            subs = {(s.layer_index, s.kind): s for s in width.sublayers if s.layer_index in block}
+            found = {k: Regression(forms[k], sensitivity[k], s.group_cost, windows.numel()) for k, s in subs.items()}
+            for sample in self._samples(stage, windows, thresholds, block, number):
+                found[sample.layer_index, sample.kind].add(sample)
+            solved += [(sub, found[key].solve(self.settings.router_rank)) for key, sub in subs.items()]
+        set_threshold(self.model, None)
+        with torch.no_grad():
+            for sub, solution in solved:
+                router = width.router(sub)
+                router.down.copy_(solution.down)
+                router.up.copy_(solution.up)
+                router.bias.copy_(solution.bias)
+        r_squared = {}
+        for kind in ("attention", "ffn"):
+            of_kind = [solution.r_squared for sub, solution in solved if sub.kind == kind]
+            r_squared[kind] = sum(of_kind) / len(of_kind)
+        return r_squared
+
+    def _samples(
+        self, stage: str, windows: Tensor, thresholds: Sequence[float | None], block: range, number: int
+    ) -> Any:
+        total = len(windows) * len(self.blocks)
+        for i, (window, threshold) in enumerate(zip(windows, thresholds, strict=True)):
+            if is_attached(self.model):
+                set_threshold(self.model, threshold)
+            gradient = sampled_label_gradient(self.generator)
+            for attention, ffn in walk_back(self.model, self.layout, window, gradient, lowest=block.start):
+                if attention.layer_index in block:
+                    yield attention
+                    yield ffn
+            self.progress(stage, number * len(windows) + i + 1, total)
+
+
+def peak_memory_gb() -> float:
+    """Largest resident memory this process has had, in GB (10^9 bytes)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9

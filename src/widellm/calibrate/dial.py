@@ -1,0 +1,106 @@
+"""From one shared threshold to the dial: what share of the work each threshold really spends, on the routed stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widellm.errors import ConfigError
+from widellm.modeling.attach import Width, width_of
+from widellm.routing.budget import Dial
+
+SETTINGS = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93, 0.99)
+"""Shares that the dial's settings aim at; each is stored with the share that was really spent."""
+
+
+class Collector:
+    """Logits of every router over some forwards, thinned to a sample that does not grow with the text."""
+
+    def __init__(self, width: Width, per_sublayer: int = 20000) -> None:
+        self.width = width
+        self.limit = per_sublayer
+        self.logits: list[list[Tensor]] = [[] for _ in width.sublayers]
+
+    def quantiles(self, shares: Sequence[float]) -> list[float]:
+        """Thresholds above which these shares of the routable work lie, by the logits that were seen."""
+        values, weights = [], []
+        for sub, seen in zip(self.width.sublayers, self.logits, strict=True):
+            flat = torch.cat(seen)
+            values.append(flat)
+            weights.append(torch.full_like(flat, sub.groups * sub.group_cost / flat.numel()))
+        value, order = torch.cat(values).sort(descending=True)
+        share = torch.cat(weights)[order].double().cumsum(0)
+        share /= share[-1].clone()
+        index = torch.searchsorted(share, torch.tensor(shares, dtype=torch.float64)).clamp(max=value.numel() - 1)
+        return [float(v) for v in value[index]]
+
+
+@torch.inference_mode()
+def router_logits(model: Any, windows: Tensor) -> Collector:
+    """Run windows int64 [n, T] and collect every router's logits on the stream as it is (dense or routed)."""
+    width = width_of(model)
+    collector = Collector(width)
+    handles = []
+    for sub, seen in zip(width.sublayers, collector.logits, strict=True):
+        modules = width.layout.layers[sub.layer_index]
+        owner = modules.q_proj if sub.kind == "attention" else modules.mlp
+        router = width.router(sub)
+        step = max(1, windows.numel() * sub.groups // collector.limit)
+
+        def note(module: Any, args: Any, router: Any = router, seen: list[Tensor] = seen, step: int = step) -> None:
+            seen.append(router(args[0]).flatten()[::step].cpu())
+
+        handles.append(owner.register_forward_pre_hook(note))
+    try:
+        for window in windows:
+            model(window[None].to(model.device), use_cache=False, logits_to_keep=1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return collector
+
+
+def set_threshold(model: Any, threshold: float | None) -> None:
+    """One threshold for all sub-layers: logits are log(importance / cost), so that it is a price of work."""
+    for sub in width_of(model).sublayers:
+        sub.threshold = threshold
+        sub.keep = None
+
+
+@torch.inference_mode()
+def spent(model: Any, windows: Tensor) -> float:
+    """Share of routable work that the model spends on windows int64 [n, T] at its present thresholds."""
+    counter = width_of(model).counter()
+    for window in windows:
+        model(window[None].to(model.device), use_cache=False, logits_to_keep=1)
+        counter.add(None, (1, window.numel()))
+    return 1.0 - counter.work(1.0).saved_routable
+
+
+def measure_dial(model: Any, windows: Tensor, progress: Any) -> Dial:
+    """Run windows int64 [n, T] at each setting's threshold and store the share really spent there.
+
+    Dropping work changes what later layers see, so the share differs from the quantile on the dense stream.
+    `progress` is called with (done, total). Thresholds are left at None (dense).
+    """
+    set_threshold(model, None)
+    thresholds = router_logits(model, windows[:2]).quantiles(SETTINGS)
+    points: list[tuple[float, float]] = []
+    for i, threshold in enumerate(thresholds):
+        set_threshold(model, threshold)
+        points.append((spent(model, windows), threshold))
+        progress(i + 1, len(SETTINGS))
+    set_threshold(model, None)
+    # a setting that spends no more than a stingier one says nothing new
+    kept = [points[0]]
+    for share, threshold in points[1:]:
+        if share > kept[-1][0] + 1e-4:
+            kept.append((share, threshold))
+    if len(kept) < 2:
+        raise ConfigError("the routers cannot be told apart by any threshold: calibrate on more text")
+    budgets = torch.tensor([share for share, _ in kept], dtype=torch.float64)
+    row = torch.tensor([threshold for _, threshold in kept], dtype=torch.float32)
+    return Dial(budgets, row.repeat(len(width_of(model).sublayers), 1))

@@ -1,0 +1,164 @@
+"""Walk a model backwards, one layer's graph at a time, and hand out what each sub-layer saw and how much it mattered.
+
+Memory: the hidden state before every layer for one window, the logits, and one layer's activations. The model's
+parameters get no gradients and are not changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from widellm.families import LayerModules, Layout
+from widellm.kernels.reference import activate
+
+_CHUNK = 128
+"""Rows of logits turned into float32 probabilities at a time."""
+
+LogitGradient = Callable[[Tensor], Tensor]
+"""Logits [T, V] -> gradient of a loss with respect to them, same shape and dtype."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sub-layer over the T tokens of a window, all float32."""
+
+    layer_index: int
+    kind: str
+    x: Tensor
+    """[T, D]: what the sub-layer (and its router) receives."""
+    h: Tensor
+    """[T, H*d] heads' outputs or [T, F] activations: what o or down multiplies, before anything is dropped."""
+    g: Tensor
+    """[T, D]: gradient of the loss with respect to the sub-layer's output."""
+
+
+def sampled_label_gradient(generator: torch.Generator) -> LogitGradient:
+    """Gradient of the summed negative log-likelihood of labels drawn from the model's own prediction.
+
+    Its outer products average to the Fisher information, which is the Hessian of KL(model || changed model) at no
+    change: what leaving something out costs, to second order.
+    """
+
+    def gradient(logits: Tensor) -> Tensor:
+        out = torch.empty_like(logits)
+        for start in range(0, logits.shape[0], _CHUNK):
+            p = torch.softmax(logits[start : start + _CHUNK].float(), -1)
+            label = torch.multinomial(p.cpu(), 1, generator=generator).to(p.device)
+            p.scatter_add_(1, label, torch.full_like(p[:, :1], -1.0))
+            out[start : start + _CHUNK] = p.to(out.dtype)
+        return out
+
+    return gradient
+
+
+def walk_back(
+    model: Any, layout: Layout, window: Tensor, logit_gradient: LogitGradient, lowest: int = 0
+) -> Iterator[tuple[Sample, Sample]]:
+    """Yield (attention, FFN) samples of each layer, from the last down to `lowest`, for one window int64 [T].
+
+    The model runs at whatever thresholds it is set to; kernels are replaced by their differentiable form.
+    """
+    with _frozen(model):
+        inputs, calls, top = _forward(model, layout, window)
+        logits = top["logits"]
+        grad = torch.autograd.grad(logits, top["hidden"], logit_gradient(logits[0].detach())[None])[0]
+        del logits, top["logits"]
+        for index in range(len(layout.layers) - 1, lowest - 1, -1):
+            attention, ffn, grad = _layer_back(layout, index, inputs.pop(), calls.pop(), grad)
+            yield attention, ffn
+
+
+def _forward(model: Any, layout: Layout, window: Tensor) -> tuple[list[Tensor], list[Any], dict[str, Tensor]]:
+    """Run the model; return every layer's input, how it was called, and the graph from the last layer's output on."""
+    inputs: list[Tensor] = []
+    calls: list[Any] = []
+    top: dict[str, Tensor] = {}
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden, *rest = args if args else (kwargs["hidden_states"],)
+        inputs.append(hidden.detach())
+        calls.append((rest, {k: v for k, v in kwargs.items() if k != "hidden_states"}))
+
+    def cut(module: nn.Module, args: Any, output: Any) -> Any:
+        # the graph starts here: nothing below needs one
+        top["hidden"] = _tensor(output).detach().requires_grad_(True)
+        return top["hidden"] if isinstance(output, Tensor) else (top["hidden"], *output[1:])
+
+    with ExitStack() as hooks, torch.enable_grad():
+        for modules in layout.layers:
+            hooks.callback(modules.layer.register_forward_pre_hook(note, with_kwargs=True).remove)
+        hooks.callback(layout.layers[-1].layer.register_forward_hook(cut).remove)
+        top["logits"] = model(window[None].to(model.device), use_cache=False).logits
+    return inputs, calls, top
+
+
+def _layer_back(layout: Layout, index: int, hidden: Tensor, call: Any, grad: Tensor) -> tuple[Sample, Sample, Tensor]:
+    """Run layer `index` again with a graph; return its two samples and the gradient of its input."""
+    modules = layout.layers[index]
+    seen: dict[str, Tensor] = {}
+
+    def before(name: str) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            seen[name] = args[0]
+
+        return hook
+
+    def after(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            seen[name] = _tensor(output)
+
+        return hook
+
+    rest, kwargs = call
+    hidden = hidden.requires_grad_(True)
+    with ExitStack() as hooks, torch.enable_grad():
+        hooks.callback(modules.q_proj.register_forward_pre_hook(before("attention_x")).remove)
+        hooks.callback(modules.o_proj.register_forward_pre_hook(before("attention_h")).remove)
+        hooks.callback(modules.o_proj.register_forward_hook(after("attention_out")).remove)
+        hooks.callback(modules.mlp.register_forward_pre_hook(before("ffn_x")).remove)
+        hooks.callback(modules.mlp.register_forward_hook(after("ffn_out")).remove)
+        output = _tensor(modules.layer(hidden, *rest, **kwargs))
+    wanted = (seen["attention_out"], seen["ffn_out"], hidden)
+    g_attention, g_ffn, g_hidden = torch.autograd.grad(output, wanted, grad)
+    with torch.no_grad():
+        attention = Sample(
+            index, "attention", *(_rows(t) for t in (seen["attention_x"], seen["attention_h"], g_attention))
+        )
+        ffn_x = seen["ffn_x"].detach()
+        ffn = Sample(index, "ffn", _rows(ffn_x), _rows(channels(modules, layout.activation, ffn_x)), _rows(g_ffn))
+    return attention, ffn, g_hidden
+
+
+def channels(modules: LayerModules, activation: str, x: Tensor) -> Tensor:
+    """All FFN activations [..., F] of x [..., D]: what down would multiply if nothing were dropped."""
+    up = modules.up_proj(x)
+    return activate(up, activation) if modules.gate_proj is None else activate(modules.gate_proj(x), activation) * up
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t.detach().reshape(-1, t.shape[-1]).float()
+
+
+def _tensor(output: Any) -> Tensor:
+    found = output if isinstance(output, Tensor) else output[0]
+    assert isinstance(found, Tensor)
+    return found
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter needs a gradient inside the block."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)

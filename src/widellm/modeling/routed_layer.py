@@ -1,0 +1,154 @@
+"""A decoder layer that runs few rows (decode) as two native calls around the cache's update; anything else as before.
+
+At small sizes transformers loses most of its time between the ops. The function is the same: see `kernels.fused`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widellm.errors import BackendError
+from widellm.families import LayerModules, Layout
+from widellm.kernels import cpu
+from widellm.kernels.fused import FusedLayer
+from widellm.modeling.routed_mlp import is_plain_linear
+from widellm.modeling.swap import dense_class
+from widellm.routing.router import Router
+from widellm.routing.state import SubLayer
+
+_UNDERSTOOD = {
+    "attention_mask",
+    "position_ids",
+    "cache",
+    "past_key_values",
+    "use_cache",
+    "position_embeddings",
+    "cache_position",
+    "is_causal",
+    "output_attentions",
+}
+"""What transformers may pass a layer that the native calls respect, or have no need of (use_cache, positions)."""
+
+
+class Binding:
+    """A layer's native form, made on first use and again when a weight has moved. A copied model binds its own."""
+
+    def __init__(self) -> None:
+        self.fused: FusedLayer | None = None
+        self.thresholds: tuple[float | None, float | None] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
+        return Binding()
+
+
+class RoutedLayer:
+    """Behaviour put before the class of a decoder layer; see `swap`."""
+
+    _native: tuple[LayerModules, Layout, SubLayer, SubLayer, bool, Binding]
+    """The layer's modules, the model's layout, the attention and FFN states, whether its channels were regrouped, and
+    the binding. Where they were not, budget 1.0 must give the dense model's very bits, so transformers runs it."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or not self._fits(hidden_states, kwargs):
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        modules, _, attention, ffn, _, binding = self._native
+        fused = binding.fused
+        assert fused is not None
+        thresholds = (attention.threshold, ffn.threshold)
+        if binding.thresholds != thresholds:
+            fused.set_thresholds(*thresholds)
+            binding.thresholds = thresholds
+        cos, sin = kwargs["position_embeddings"]
+        q, k, v, keep = fused.qkv(hidden_states, cos, sin)
+        cache = kwargs.get("cache")
+        if cache is None:
+            cache = kwargs.get("past_key_values")
+        if cache is not None:
+            k, v = cache.update(k, v, modules.attention.layer_idx)
+        mask, tokens = kwargs.get("attention_mask"), hidden_states.shape[1]
+        if mask is None and tokens > 1 and k.shape[2] > tokens:
+            k, v = k[:, :, :tokens], v[:, :, :tokens]  # an empty static cache: only the first are filled
+        out, ffn_keep = fused.rest(hidden_states, q, keep, k, v, mask=mask)
+        attention.keep = None if attention.threshold is None else keep
+        ffn.keep = None if ffn.threshold is None else ffn_keep
+        return out
+
+    def _fits(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether this call may run natively; binds the layer if it has to."""
+        modules, layout, attention, ffn, regrouped, binding = self._native
+        needs_graph = torch.is_grad_enabled() and hidden.requires_grad
+        if hidden.device.type != "cpu" or needs_graph or torch.compiler.is_compiling():
+            return False
+        if hidden.shape[0] * hidden.shape[1] > cpu.few_rows() or kwargs.get("position_embeddings") is None:
+            return False
+        if not {attention.backend, ffn.backend} <= {"auto", "cpu"} or kwargs.get("output_attentions"):
+            return False
+        if attention.threshold is None and not regrouped and "cpu" not in (attention.backend, ffn.backend):
+            return False
+        if any(value is not None for name, value in kwargs.items() if name not in _UNDERSTOOD):
+            return False
+        if binding.fused is None or binding.fused.stale():
+            if hidden.dtype not in (torch.float32, torch.bfloat16) or not _bindable(modules):
+                return False
+            binding.fused = bind(modules, layout)
+            binding.thresholds = None
+        return True
+
+
+def _bindable(modules: LayerModules) -> bool:
+    """Whether the layer is made of bare linears only, with nothing hooked onto what would not be called."""
+    linears = (modules.k_proj, modules.v_proj, modules.gate_proj, modules.up_proj, modules.down_proj)
+    inner = [m for m in modules.layer.modules() if m is not modules.layer]
+    return (
+        all(m is None or is_plain_linear(m) for m in linears)
+        and all(dense_class(m) is torch.nn.Linear for m in (modules.q_proj, modules.o_proj))
+        and not any(m._forward_hooks or m._forward_pre_hooks for m in inner)
+    )
+
+
+def bind(modules: LayerModules, layout: Layout) -> FusedLayer | None:
+    """The native form of a layer, or None where its weights' layout has none."""
+    family = layout.family
+    norms = {}
+    for name, path in (("q_norm", family.q_norm), ("k_norm", family.k_norm)):
+        if path is not None:
+            norms[name] = getattr(modules.attention, path)
+    gate = modules.gate_proj
+    try:
+        return FusedLayer.bind(
+            attn_norm=modules.attention_norm.weight,
+            ffn_norm=modules.ffn_norm.weight,
+            w_q=modules.q_proj.weight,
+            w_k=modules.k_proj.weight,
+            w_v=modules.v_proj.weight,
+            w_o=modules.o_proj.weight,
+            w_gate=None if gate is None else gate.weight,
+            w_up=modules.up_proj.weight,
+            w_down=modules.down_proj.weight,
+            b_q=modules.q_proj.bias,
+            b_k=modules.k_proj.bias,
+            b_v=modules.v_proj.bias,
+            b_o=modules.o_proj.bias,
+            b_gate=None if gate is None else gate.bias,
+            b_up=modules.up_proj.bias,
+            b_down=modules.down_proj.bias,
+            q_norm=norms["q_norm"].weight if norms else None,
+            k_norm=norms["k_norm"].weight if norms else None,
+            qk_eps=norms["q_norm"].variance_epsilon if norms else 1e-6,
+            head_dim=layout.head_dim,
+            act=layout.activation,
+            attn_eps=modules.attention_norm.variance_epsilon,
+            ffn_eps=modules.ffn_norm.variance_epsilon,
+            scale=modules.attention.scaling,
+            attn_router=_router(modules.q_proj.router),
+            ffn_router=_router(modules.mlp.router),
+        )
+    except BackendError:
+        return None
+
+
+def _router(router: Router) -> cpu.Router:
+    return cpu.Router(router.down, router.up, router.bias, 0.0)
