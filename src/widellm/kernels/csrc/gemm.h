@@ -1,0 +1,154 @@
+// Many rows (prefill): a register-tiled matrix product on packed weight panels. A panel is kNr columns wide; its step
+// along the inputs is one unit of 4 bytes per column: a float, or (AVX512) two neighbouring bf16 inputs that one
+// instruction multiplies and sums. The left operand is read in place through row pointers, so gathering the rows that
+// keep a group costs nothing.
+#pragma once
+#include "rows.h"
+
+namespace {
+
+#if defined(WIDELLM_AVX512)
+constexpr int kNv = 4, kMr = 6;  // 24 of 32 registers accumulate
+#elif defined(WIDELLM_AVX2)
+constexpr int kNv = 2, kMr = 6;
+#else
+constexpr int kNv = 2, kMr = 4;
+#endif
+constexpr int kNr = kNv * kLanes;
+constexpr int64_t kInputBlock = 1024;  // inputs per panel: 128 KiB of it, half of them at most in a core's cache
+constexpr int64_t kRowBlock = 1024;    // rows per pass, so that scratch does not grow with the prompt
+
+template <class T> struct Packed {  // what the left operand is made of
+  typedef float A;
+  static constexpr int per = 1;  // inputs per unit
+};
+#if defined(WIDELLM_AVX512)
+template <> struct Packed<bf16> {
+  typedef bf16 A;
+  static constexpr int per = 2;
+};
+#endif
+
+WIDE_INLINE vf multiply_unit(const float *a, vf b, vf c) { return b * *a + c; }
+#if defined(WIDELLM_AVX512)
+WIDE_INLINE vf multiply_unit(const bf16 *a, vf b, vf c) {
+  uint32_t u;
+  memcpy(&u, a, 4);
+  return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32((int)u), (__m512bh)b);
+}
+#endif
+
+// c[r][:kNr] (+)= a[r][: units] . panel
+template <class A, int R>
+static void tile(const A *const *a, const float *panel, int64_t units, float *const *c, bool fresh) {
+  constexpr int per = sizeof(float) / sizeof(A);
+  const A *ap[R];
+  vf acc[R][kNv];
+  for (int r = 0; r < R; r++) ap[r] = a[r];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < kNv; v++) acc[r][v] = fresh ? vf{} : load(c[r] + v * kLanes);
+  for (int64_t k = 0; k < units; k++) {
+    vf b[kNv];
+    for (int v = 0; v < kNv; v++) b[v] = load(panel + v * kLanes);
+    panel += kNr;
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < kNv; v++) acc[r][v] = multiply_unit(ap[r] + k * per, b[v], acc[r][v]);
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < kNv; v++) store(c[r] + v * kLanes, acc[r][v]);
+}
+
+template <class A>
+static void tile_of(int64_t rows, const A *const *a, const float *panel, int64_t units, float *const *c, bool fresh) {
+  switch (rows) {
+    case 1: return tile<A, 1>(a, panel, units, c, fresh);
+    case 2: return tile<A, 2>(a, panel, units, c, fresh);
+    case 3: return tile<A, 3>(a, panel, units, c, fresh);
+    case 4: return tile<A, 4>(a, panel, units, c, fresh);
+#if defined(WIDELLM_AVX512) || defined(WIDELLM_AVX2)
+    case 5: return tile<A, 5>(a, panel, units, c, fresh);
+    case 6: return tile<A, 6>(a, panel, units, c, fresh);
+#endif
+  }
+}
+
+// One vector of a panel (columns = up to kLanes weight rows of n inputs): panel[u * kNr + lane] = unit u of row lane.
+template <class T> static void pack_rows(const T *w, int64_t ldw, int64_t columns, int64_t n, float *panel) {
+  for (int64_t lane = 0; lane < kLanes; lane++)
+    for (int64_t k = 0; k < n; k++) panel[k * kNr + lane] = lane < columns ? to_float(w[lane * ldw + k]) : 0.0f;
+}
+
+// The same for weights stored input-major: w[k] is input k's row, of which columns are taken.
+template <class T> static void pack_columns(const T *w, int64_t ldw, int64_t columns, int64_t n, float *panel) {
+  for (int64_t k = 0; k < n; k++) store(panel + k * kNr, loadn(w + k * ldw, columns));
+}
+
+#if defined(WIDELLM_AVX512)
+WIDE_INLINE void transpose16(__m512i (&r)[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {  // r[4 j + i]: 128-bit lanes hold columns i, 4 + i, 8 + i, 12 + i of rows 4 j ..
+    __m512i a = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88), b = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+    __m512i c = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88), d = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+    t[i] = _mm512_shuffle_i32x4(a, c, 0x88);
+    t[8 + i] = _mm512_shuffle_i32x4(a, c, 0xdd);
+    t[4 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
+    t[12 + i] = _mm512_shuffle_i32x4(b, d, 0xdd);
+  }
+  for (int i = 0; i < 16; i++) r[i] = t[i];
+}
+
+// Rows of 16 units, as 512-bit loads; bytes past the last input read as 0.
+template <class T> WIDE_INLINE void pack_rows16(const T *w, int64_t ldw, int64_t columns, int64_t n, float *panel) {
+  constexpr int64_t step = 64 / sizeof(T);
+  for (int64_t k = 0; k < n; k += step) {
+    int64_t left = imin(step, n - k), units = ceil_div(left * (int64_t)sizeof(T), 4);
+    __mmask64 bytes = left == step ? ~0ull : (1ull << (left * sizeof(T))) - 1;
+    __m512i r[16];
+    for (int i = 0; i < 16; i++)
+      r[i] = i < columns ? _mm512_maskz_loadu_epi8(bytes, w + i * ldw + k) : _mm512_setzero_si512();
+    transpose16(r);
+    float *to = panel + k * (int64_t)sizeof(T) / 4 * kNr;
+    if (units == 16) {
+      for (int i = 0; i < 16; i++) _mm512_store_si512(to + i * kNr, r[i]);
+    } else {
+      for (int i = 0; i < 16; i++)
+        if (i < units) _mm512_store_si512(to + i * kNr, r[i]);
+    }
+  }
+}
+template <> void pack_rows<bf16>(const bf16 *w, int64_t ldw, int64_t columns, int64_t n, float *panel) {
+  pack_rows16(w, ldw, columns, n, panel);
+}
+template <> void pack_rows<float>(const float *w, int64_t ldw, int64_t columns, int64_t n, float *panel) {
+  pack_rows16(w, ldw, columns, n, panel);
+}
+template <> void pack_columns<bf16>(const bf16 *w, int64_t ldw, int64_t columns, int64_t n, float *panel) {
+  __mmask16 mask = (__mmask16)((1u << columns) - 1);
+  for (int64_t k = 0; k < n; k += 2) {
+    __m512i a = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, w + k * ldw)), b = _mm512_setzero_si512();
+    if (k + 1 < n) b = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, w + (k + 1) * ldw));
+    _mm512_store_si512(panel + k / 2 * kNr, _mm512_or_si512(a, _mm512_slli_epi32(b, 16)));
+  }
+}
+#endif
+
+// Copies n inputs into the left operand's type, padded with 0 to whole units.
+template <class T> static void widen_row(const T *x, int64_t n, typename Packed<T>::A *to) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    int64_t lanes = imin(kLanes, n - i);
+    storen(to + i, loadn(x + i, lanes), lanes);
+  }
+  for (int64_t i = n; i < round_up(n, Packed<T>::per); i++) memset((void *)(to + i), 0, sizeof *to);
+}
+
+}  // namespace

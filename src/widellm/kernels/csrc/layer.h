@@ -1,0 +1,190 @@
+// One pre-norm decoder layer for a few rows, in two calls around the cache's own update. Between its pieces values are
+// rounded to the model's dtype exactly where transformers' eager code rounds them (after each linear map, each norm
+// and its weight, each half of the rotary sum, the activation, the product, each residual sum).
+#pragma once
+#include "attention_few.h"
+
+namespace {
+
+// out = round(weight * round(x / rms(x))); in place allowed
+template <class T> static void rms_norm(const T *x, const T *weight, double eps, int64_t n, T *out) {
+  vf squares = {};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    vf a = loadn(x + i, imin(kLanes, n - i));
+    squares += a * a;
+  }
+  float scale = 1.0f / __builtin_sqrtf(sum(squares) / (float)n + (float)eps);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    int64_t lanes = imin(kLanes, n - i);
+    storen(out + i, rounded<T>(loadn(x + i, lanes) * scale) * loadn(weight + i, lanes), lanes);
+  }
+}
+
+// x = round(round(x * cos) + round(rotate_half(x) * sin)) over the first n elements of a head, in place
+template <class T> static void rotate(T *x, const T *cosine, const T *sine, int64_t n) {
+  int64_t half = n / 2;
+  for (int64_t i = 0; i < half; i += kLanes) {
+    int64_t lanes = imin(kLanes, half - i);
+    vf a = loadn(x + i, lanes), b = loadn(x + half + i, lanes);
+    vf a2 = rounded<T>(a * loadn(cosine + i, lanes)) - rounded<T>(b * loadn(sine + i, lanes));
+    vf b2 = rounded<T>(b * loadn(cosine + half + i, lanes)) + rounded<T>(a * loadn(sine + half + i, lanes));
+    storen(x + i, a2, lanes);
+    storen(x + half + i, b2, lanes);
+  }
+}
+
+template <class T> struct Projection {  // x -> heads, written as [B, heads, T, d]
+  const WideLayer &layer;
+  const WideQkv &call;
+  const T *w;
+  int64_t ldw;
+  const T *bias;
+  int64_t heads;
+  T *out;
+
+  int64_t pieces() const { return ceil_div(layer.head_dim, kUnit); }
+  void unit(int64_t head, int64_t piece, uint32_t bits, const T *x, int64_t ldx) const {
+    int64_t d = layer.head_dim, i = piece * kUnit, n = head * d + i;
+    Picked rows(bits);
+    const T *xs[kFewRows];
+    T *ys[kFewRows];
+    for (int64_t c = 0; c < rows.count; c++) {
+      xs[c] = x + rows.at[c] * ldx;
+      ys[c] = at(rows.at[c], head) + i;
+    }
+    linear_unit(w + n * ldw, ldw, bias ? bias + n : nullptr, imin(kUnit, d - i), xs, rows.count, layer.hidden, ys);
+  }
+  T *at(int64_t m, int64_t head) const {
+    return out + ((m / call.tokens * heads + head) * call.tokens + m % call.tokens) * layer.head_dim;
+  }
+  void finish(int64_t m, int64_t head, const void *norm) const {
+    T *x = at(m, head);
+    int64_t offset = m / call.tokens * call.rope_batch + m % call.tokens * layer.rotary_dim;
+    if (norm) rms_norm(x, (const T *)norm, layer.qk_eps, layer.head_dim, x);
+    if (call.cosine) rotate(x, (const T *)call.cosine + offset, (const T *)call.sine + offset, layer.rotary_dim);
+  }
+};
+
+template <class T> static int64_t layer_qkv(const WideLayer &l, const WideQkv &c, WideArena *arena) {
+  Scratch s{arena};
+  int64_t rows = c.batch * c.tokens;
+  bool routes = l.attn_router.down != nullptr;
+  T *x = s.get<T>(rows * l.hidden);
+  FewRouter<T> router{&l.attn_router, rows, l.hidden, l.attn_groups, nullptr, nullptr, c.keep};
+  if (routes) router.reserve(s);
+  Queue *queues = s.zeros<Queue>(2);
+  Kept *kept = s.get<Kept>(l.run.threads);
+  for (int64_t t = 0; s.ok && t < l.run.threads; t++) kept[t].reserve(s, l.attn_groups);
+  if (!s.ok) return WIDELLM_NO_MEMORY;
+  if (!routes) memset(c.keep, 1, (size_t)(rows * l.attn_groups));
+  Projection<T> q{l, c, (const T *)l.wq, l.ldq, (const T *)l.bq, l.heads, (T *)c.q};
+  Projection<T> k{l, c, (const T *)l.wk, l.ldk, (const T *)l.bk, l.kv_heads, (T *)c.k};
+  Projection<T> v{l, c, (const T *)l.wv, l.ldv, (const T *)l.bv, l.kv_heads, (T *)c.v};
+  uint32_t all = (uint32_t)((1ull << rows) - 1);
+  int64_t pieces = q.pieces(), kv_units = l.kv_heads * pieces, ranks = routes ? ceil_div(l.attn_router.rank, 8) : 0;
+  int64_t heads_per_group = l.heads / l.attn_groups;
+
+  parallel(l.run.threads, [&](const Team &team) {
+    Range part = share(rows, 1, team);
+    for (int64_t m = part.begin; m < part.end; m++) {
+      rms_norm((const T *)c.x + m * c.ldx, (const T *)l.attn_norm, l.attn_eps, l.hidden, x + m * l.hidden);
+      if (routes) router.widen(x + m * l.hidden, m);
+    }
+    team.barrier();
+    // k and v are always whole, so they fill the time in which the router decides.
+    for (int64_t u = queues[0].take(); u < ranks + 2 * kv_units; u = queues[0].take()) {
+      if (u < ranks) {
+        router.down({u * 8, imin(u * 8 + 8, l.attn_router.rank)});
+      } else {
+        int64_t i = (u - ranks) % kv_units;
+        (u - ranks < kv_units ? k : v).unit(i / pieces, i % pieces, all, x, l.hidden);
+      }
+    }
+    if (routes) {
+      team.barrier();
+      router.up(share(l.attn_groups, 4, team));
+      team.barrier();
+    }
+    Kept &mine = kept[team.thread];
+    mine.build(c.keep, l.attn_groups, rows, l.attn_groups);
+    int64_t per_group = heads_per_group * pieces;
+    for (int64_t u = queues[1].take(); u < mine.count * per_group; u = queues[1].take()) {
+      int64_t g = mine.groups[u / per_group], i = u % per_group;
+      q.unit(g * heads_per_group + i / pieces, i % pieces, mine.rows[g], x, l.hidden);
+    }
+    team.barrier();
+    part = share(rows * (l.heads + l.kv_heads), 1, team);
+    for (int64_t i = part.begin; i < part.end; i++) {
+      int64_t m = i / (l.heads + l.kv_heads), h = i % (l.heads + l.kv_heads);
+      if (h >= l.heads) {
+        k.finish(m, h - l.heads, l.k_norm);
+      } else if (mine.rows[h / heads_per_group] >> m & 1) {
+        q.finish(m, h, l.q_norm);
+      } else {
+        memset((void *)q.at(m, h), 0, (size_t)l.head_dim * sizeof(T));
+      }
+    }
+  });
+  return WIDELLM_OK;
+}
+
+template <class T> static int64_t layer_rest(const WideLayer &l, const WideRest &c, WideArena *arena) {
+  Scratch s{arena};
+  int64_t rows = c.batch * c.tokens, inner_dim = l.heads * l.head_dim, head = l.head_dim;
+  bool routes = l.ffn_router.down != nullptr;
+  T *mixed = s.get<T>(rows * inner_dim), *middle = s.get<T>(rows * l.hidden), *x = s.get<T>(rows * l.hidden);
+  WideAttention a{l.run, c.batch, c.tokens, c.keys, l.heads, l.kv_heads, head, l.attn_groups,
+                  c.q, l.heads * c.tokens * head, head, c.tokens * head,
+                  c.k, c.k_batch, c.k_token, c.k_head, c.v, c.v_batch, c.v_token, c.v_head,
+                  mixed, c.tokens * inner_dim, inner_dim, head, c.keep, l.attn_groups,
+                  c.mask, c.mask_kind, c.mask_batch, c.mask_query, c.start, c.causal, c.window, l.scale};
+  FewAttention<T> attention{a, 0, 0, 0, nullptr, nullptr, nullptr};
+  attention.reserve(s);
+  FewOuter<T> o{rows, l.hidden, inner_dim / l.attn_groups, l.attn_groups, mixed, inner_dim, (const T *)l.wo, l.ldo,
+                l.o_input_major != 0, (const T *)l.bo, (const T *)c.x, c.ldx, middle, l.hidden, nullptr, 0};
+  o.reserve(s);
+  FewRouter<T> router{&l.ffn_router, rows, l.hidden, l.ffn_groups, nullptr, nullptr, c.ffn_keep};
+  if (routes) router.reserve(s);
+  int64_t size = l.inner / l.ffn_groups;
+  FewInner<T> inner{l.act, rows, l.hidden, size, l.ffn_groups, x, l.hidden, (const T *)l.gate, l.ldgate,
+                    (const T *)l.up, l.ldup, (const T *)l.gate_bias, (const T *)l.up_bias, s.get<T>(rows * l.inner)};
+  FewOuter<T> outer{rows, l.hidden, size, l.ffn_groups, inner.h, l.inner, (const T *)l.down, l.lddown,
+                    l.down_input_major != 0, (const T *)l.down_bias, middle, l.hidden, (T *)c.out, l.hidden,
+                    nullptr, 0};
+  outer.reserve(s);
+  Queue *queues = s.zeros<Queue>(2);
+  Kept *kept = s.get<Kept>(l.run.threads);
+  for (int64_t t = 0; s.ok && t < l.run.threads; t++) kept[t].reserve(s, imax(l.attn_groups, l.ffn_groups));
+  if (!s.ok) return WIDELLM_NO_MEMORY;
+  if (!routes) memset(c.ffn_keep, 1, (size_t)(rows * l.ffn_groups));
+
+  parallel(l.run.threads, [&](const Team &team) {
+    Kept &mine = kept[team.thread];
+    attention.run(queues[0]);
+    team.barrier();
+    attention.merge(share(rows * l.heads, 1, team), false);
+    mine.build(c.keep, l.attn_groups, rows, l.attn_groups);
+    team.barrier();
+    o.run(mine, team);
+    team.barrier();
+    Range part = share(rows, 1, team);
+    for (int64_t m = part.begin; m < part.end; m++) {
+      rms_norm(middle + m * l.hidden, (const T *)l.ffn_norm, l.ffn_eps, l.hidden, x + m * l.hidden);
+      if (routes) router.widen(x + m * l.hidden, m);
+    }
+    team.barrier();
+    if (routes) {
+      router.down(share(l.ffn_router.rank, 4, team));
+      team.barrier();
+      router.up(share(l.ffn_groups, 4, team));
+      team.barrier();
+    }
+    mine.build(c.ffn_keep, l.ffn_groups, rows, l.ffn_groups);
+    inner.run(mine, queues[1]);
+    team.barrier();
+    outer.run(mine, team);
+  });
+  return WIDELLM_OK;
+}
+
+}  // namespace

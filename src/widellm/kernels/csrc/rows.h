@@ -1,0 +1,195 @@
+// Products of a few rows with weights that are read once: dot products along a weight row, and sums of weight rows.
+// A row's result has the same bits whatever other rows are in the call: every (row, weight) pair has one accumulator
+// that walks along the inputs in order.
+#pragma once
+#include "vec.h"
+
+namespace {
+
+#if defined(WIDELLM_AVX512)
+constexpr int kDotRows = 4;  // rows of x per tile; with 4 weight rows, half of the 32 registers accumulate
+#else
+constexpr int kDotRows = 2;
+#endif
+constexpr int kPairCols = 2 * kLanes;
+
+template <class T> struct Dot {  // one step along the inputs of a dot product
+  typedef vf reg;
+  static constexpr int step = kLanes;
+  WIDE_INLINE reg get(const T *p) { return load(p); }
+  WIDE_INLINE reg getn(const T *p, int64_t n) { return loadn(p, n); }
+  WIDE_INLINE vf add(reg a, reg b, vf c) { return a * b + c; }
+};
+
+// Columns [0, kPairCols) of two weight rows (b null: of one), to be scaled by h[0], h[1] and added to y0, y1.
+template <class T> struct Pair {
+  static constexpr int batch = kLanes == 16 ? 2 : 1;  // pairs held in registers at a time
+  vf a0, a1, b0, b1;
+  WIDE_INLINE Pair get(const T *a, const T *b) {
+    return {load(a), load(a + kLanes), b ? load(b) : vf{}, b ? load(b + kLanes) : vf{}};
+  }
+  WIDE_INLINE Pair getn(const T *a, const T *b, int64_t n) {
+    int64_t lo = imin(n, kLanes), hi = n - lo;
+    return {loadn(a, lo), loadn(a + lo, hi), b ? loadn(b, lo) : vf{}, b ? loadn(b + lo, hi) : vf{}};
+  }
+  template <bool both> WIDE_INLINE void add(const Pair &p, const T *h, vf &y0, vf &y1) {
+    float h0 = to_float(h[0]);
+    y0 = p.a0 * h0 + y0;
+    y1 = p.a1 * h0 + y1;
+    if (both) {
+      float h1 = to_float(h[1]);
+      y0 = p.b0 * h1 + y0;
+      y1 = p.b1 * h1 + y1;
+    }
+  }
+  WIDE_INLINE void in_order(vf &, vf &) {}
+};
+
+#if defined(WIDELLM_AVX512)
+template <> struct Dot<bf16> {
+  typedef __m512bh reg;
+  static constexpr int step = 2 * kLanes;
+  WIDE_INLINE reg get(const bf16 *p) { return (reg)_mm512_loadu_si512(p); }
+  WIDE_INLINE reg getn(const bf16 *p, int64_t n) { return (reg)_mm512_maskz_loadu_epi16((1ull << n) - 1, p); }
+  WIDE_INLINE vf add(reg a, reg b, vf c) { return (vf)_mm512_dpbf16_ps((__m512)c, a, b); }
+};
+
+// The two rows are interleaved so that one instruction multiplies both. Interleaving works within 128-bit lanes, so
+// the accumulators hold their columns in another order until in_order() restores it.
+template <> struct Pair<bf16> {
+  static constexpr int batch = 4;
+  __m512i lo, hi;
+  WIDE_INLINE Pair of(__m512i a, __m512i b) { return {_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b)}; }
+  WIDE_INLINE Pair get(const bf16 *a, const bf16 *b) {
+    return of(_mm512_loadu_si512(a), b ? _mm512_loadu_si512(b) : _mm512_setzero_si512());
+  }
+  WIDE_INLINE Pair getn(const bf16 *a, const bf16 *b, int64_t n) {
+    __mmask32 mask = (__mmask32)((1ull << n) - 1);
+    return of(_mm512_maskz_loadu_epi16(mask, a), b ? _mm512_maskz_loadu_epi16(mask, b) : _mm512_setzero_si512());
+  }
+  template <bool both> WIDE_INLINE void add(const Pair &p, const bf16 *h, vf &y0, vf &y1) {
+    uint32_t u = 0;
+    memcpy(&u, h, both ? 4 : 2);
+    __m512bh scale = (__m512bh)_mm512_set1_epi32((int)u);
+    y0 = (vf)_mm512_dpbf16_ps((__m512)y0, scale, (__m512bh)p.lo);
+    y1 = (vf)_mm512_dpbf16_ps((__m512)y1, scale, (__m512bh)p.hi);
+  }
+  WIDE_INLINE void in_order(vf &y0, vf &y1) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    __m512 a = (__m512)y0, b = (__m512)y1;
+    y0 = (vf)_mm512_permutex2var_ps(a, first, b);
+    y1 = (vf)_mm512_permutex2var_ps(a, second, b);
+  }
+};
+#endif
+
+// acc[r][c] += w[r] . x[c] over n inputs
+template <class T, int R, int C>
+WIDE_INLINE void dot_tile(const T *const *w, const T *const *x, int64_t n, vf (&acc)[R][C]) {
+  typedef Dot<T> D;
+  const T *wp[R], *xp[C];
+  for (int r = 0; r < R; r++) wp[r] = w[r];
+  for (int c = 0; c < C; c++) xp[c] = x[c];
+  int64_t i = 0;
+  for (; i + D::step <= n; i += D::step) {
+    typename D::reg xv[C];
+    for (int c = 0; c < C; c++) xv[c] = D::get(xp[c] + i);
+    for (int r = 0; r < R; r++) {
+      typename D::reg wv = D::get(wp[r] + i);
+      for (int c = 0; c < C; c++) acc[r][c] = D::add(wv, xv[c], acc[r][c]);
+    }
+  }
+  if (i < n) {
+    for (int c = 0; c < C; c++) {
+      typename D::reg xv = D::getn(xp[c] + i, n - i);
+      for (int r = 0; r < R; r++) acc[r][c] = D::add(D::getn(wp[r] + i, n - i), xv, acc[r][c]);
+    }
+  }
+}
+
+template <class T, int C>
+static void dot_columns(const T *w, int64_t ldw, int64_t nw, const T *const *x, int64_t n, float *out, int64_t ldout) {
+  int64_t r = 0;
+  for (; r + 4 <= nw; r += 4) {
+    const T *wp[4] = {w + r * ldw, w + (r + 1) * ldw, w + (r + 2) * ldw, w + (r + 3) * ldw};
+    vf acc[4][C] = {};
+    dot_tile<T, 4, C>(wp, x, n, acc);
+    for (int c = 0; c < C; c++) {
+      f4 y = sum_each(acc[0][c], acc[1][c], acc[2][c], acc[3][c]);
+      memcpy(out + c * ldout + r, &y, sizeof y);
+    }
+  }
+  for (; r < nw; r++) {
+    const T *wp[1] = {w + r * ldw};
+    vf acc[1][C] = {};
+    dot_tile<T, 1, C>(wp, x, n, acc);
+    for (int c = 0; c < C; c++) out[c * ldout + r] = sum(acc[0][c]);
+  }
+}
+
+// out[c * ldout + r] = w[r] . x[c] for nw weight rows and nx rows of x
+template <class T>
+static void dot_rows(const T *w, int64_t ldw, int64_t nw, const T *const *x, int64_t nx, int64_t n, float *out,
+                     int64_t ldout) {
+  // A few weight rows at a time, so that they stay in the first cache for all rows of x.
+  int64_t block = nx <= kDotRows ? nw : 4;
+  for (int64_t r = 0; r < nw; r += block) {
+    int64_t rows = imin(block, nw - r);
+    int64_t c = 0;
+    for (; c + kDotRows <= nx; c += kDotRows)
+      dot_columns<T, kDotRows>(w + r * ldw, ldw, rows, x + c, n, out + c * ldout + r, ldout);
+    for (; c + 2 <= nx; c += 2) dot_columns<T, 2>(w + r * ldw, ldw, rows, x + c, n, out + c * ldout + r, ldout);
+    if (c < nx) dot_columns<T, 1>(w + r * ldw, ldw, rows, x + c, n, out + c * ldout + r, ldout);
+  }
+}
+
+template <class T, int P>
+static void pairs_into(const T *w, int64_t ldw, const T *const *h, int64_t f, float *const *y, int64_t nx,
+                       int64_t cols) {
+  for (int64_t j = 0; j < cols; j += kPairCols) {
+    Pair<T> pair[P];
+    if (j + kPairCols <= cols) {
+      for (int p = 0; p < P; p++) pair[p] = Pair<T>::get(w + 2 * p * ldw + j, w + (2 * p + 1) * ldw + j);
+    } else {
+      for (int p = 0; p < P; p++)
+        pair[p] = Pair<T>::getn(w + 2 * p * ldw + j, w + (2 * p + 1) * ldw + j, cols - j);
+    }
+    for (int64_t m = 0; m < nx; m++) {
+      vf y0 = load(y[m] + j), y1 = load(y[m] + j + kLanes);
+      for (int p = 0; p < P; p++) Pair<T>::template add<true>(pair[p], h[m] + f + 2 * p, y0, y1);
+      store(y[m] + j, y0);
+      store(y[m] + j + kLanes, y1);
+    }
+  }
+}
+
+// y[m][j] += sum over f < nf of h[m][f] * w[f][j] for j < cols; y in the order of Pair, padded to kPairCols
+template <class T>
+static void sum_rows(const T *w, int64_t ldw, int64_t nf, const T *const *h, float *const *y, int64_t nx,
+                     int64_t cols) {
+  constexpr int P = Pair<T>::batch;
+  int64_t f = 0;
+  for (; f + 2 * P <= nf; f += 2 * P) pairs_into<T, P>(w + f * ldw, ldw, h, f, y, nx, cols);
+  for (; f + 2 <= nf; f += 2) pairs_into<T, 1>(w + f * ldw, ldw, h, f, y, nx, cols);
+  if (f < nf) {
+    for (int64_t j = 0; j < cols; j += kPairCols) {
+      Pair<T> pair = Pair<T>::getn(w + f * ldw + j, nullptr, imin(kPairCols, cols - j));
+      for (int64_t m = 0; m < nx; m++) {
+        vf y0 = load(y[m] + j), y1 = load(y[m] + j + kLanes);
+        Pair<T>::template add<false>(pair, h[m] + f, y0, y1);
+        store(y[m] + j, y0);
+        store(y[m] + j + kLanes, y1);
+      }
+    }
+  }
+}
+
+// Accumulators of sum_rows -> natural column order, into lo and hi
+template <class T> WIDE_INLINE void in_order(const float *y, vf &lo, vf &hi) {
+  lo = load(y);
+  hi = load(y + kLanes);
+  Pair<T>::in_order(lo, hi);
+}
+
+}  // namespace

@@ -1,0 +1,159 @@
+"""Loads the native library and mirrors its structs (csrc/abi.h) for ctypes. Import has no side effects."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from widellm.errors import BackendError
+
+ABI = 1
+LEVELS = {"portable": 0, "avx2": 1, "avx512bf16": 2}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+MASKS = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3}
+GRAIN = 32768  # multiply-adds worth a thread: a few microseconds
+MAX_SHARED_HEADS = 128  # query heads per KV head that the attention kernels can hold
+
+
+def _struct(name: str, fields: str) -> type[Structure]:
+    """A struct of `i.` int64, `d.` double and `p.` pointer fields, named after the dot, in the order of abi.h."""
+    kinds = {"i": c_int64, "d": c_double, "p": c_void_p}
+    parts = [
+        (f[2:], kinds[f[0]]) if f[1] == "." else (f.split(":")[0], NESTED[f.split(":")[1]]) for f in fields.split()
+    ]
+    return type(name, (Structure,), {"_fields_": parts})
+
+
+NESTED: dict[str, type[Structure]] = {}
+NESTED["Router"] = Router = _struct("Router", "p.down p.up p.bias i.rank i.act d.threshold")
+NESTED["Run"] = Run = _struct("Run", "i.level i.threads i.dtype")
+Ffn = _struct(
+    "Ffn",
+    "run:Run i.act i.rows i.hidden i.inner i.groups p.x i.ldx p.gate i.ldgate p.up i.ldup p.down i.lddown "
+    "i.down_input_major p.gate_bias p.up_bias p.down_bias p.keep i.ldkeep router:Router p.keep_out p.out i.ldout",
+)
+In = _struct(
+    "In", "run:Run i.rows i.inputs i.outputs i.groups p.x i.ldx p.w i.ldw p.bias p.keep i.ldkeep p.out i.ldout"
+)
+Out = _struct(
+    "Out",
+    "run:Run i.rows i.inputs i.outputs i.groups p.x i.ldx p.w i.ldw i.input_major p.bias p.keep i.ldkeep p.out i.ldout",
+)
+Attention = _struct(
+    "Attention",
+    "run:Run i.batch i.queries i.keys i.heads i.kv_heads i.head_dim i.groups "
+    "p.q i.q_batch i.q_token i.q_head p.k i.k_batch i.k_token i.k_head p.v i.v_batch i.v_token i.v_head "
+    "p.out i.out_batch i.out_token i.out_head p.keep i.ldkeep p.mask i.mask_kind i.mask_batch i.mask_query "
+    "p.start i.causal i.window d.scale",
+)
+Layer = _struct(
+    "Layer",
+    "run:Run i.act i.hidden i.inner i.heads i.kv_heads i.head_dim i.rotary_dim i.attn_groups i.ffn_groups "
+    "d.attn_eps d.ffn_eps d.qk_eps d.scale p.attn_norm p.ffn_norm p.q_norm p.k_norm "
+    "p.wq i.ldq p.wk i.ldk p.wv i.ldv p.wo i.ldo i.o_input_major p.bq p.bk p.bv p.bo "
+    "p.gate i.ldgate p.up i.ldup p.down i.lddown i.down_input_major p.gate_bias p.up_bias p.down_bias "
+    "attn_router:Router ffn_router:Router",
+)
+Qkv = _struct("Qkv", "i.batch i.tokens p.x i.ldx p.cosine p.sine i.rope_batch p.q p.k p.v p.keep")
+Rest = _struct(
+    "Rest",
+    "i.batch i.tokens i.keys p.x i.ldx p.q p.keep p.k i.k_batch i.k_token i.k_head p.v i.v_batch i.v_token i.v_head "
+    "p.mask i.mask_kind i.mask_batch i.mask_query p.start i.causal i.window p.out p.ffn_keep",
+)
+
+_FUNCTIONS = {
+    "widellm_abi": [],
+    "widellm_few_rows": [],
+    "widellm_level": [c_int64],
+    "widellm_team": [c_int64],
+    "widellm_release_scratch": [],
+    "widellm_fill_scratch": [c_int64],
+    "widellm_routed_ffn": [POINTER(Ffn)],
+    "widellm_routed_in": [POINTER(In)],
+    "widellm_routed_out": [POINTER(Out)],
+    "widellm_routed_attention": [POINTER(Attention)],
+    "widellm_layer_qkv": [POINTER(Layer), POINTER(Qkv)],
+    "widellm_layer_rest": [POINTER(Layer), POINTER(Rest)],
+}
+
+
+@functools.cache
+def _open() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or why there is none. Opened after torch, so that both use the OpenMP library torch brought."""
+    here = Path(__file__).parent
+    files = [p for s in importlib.machinery.EXTENSION_SUFFIXES if (p := here / f"_native{s}").is_file()]
+    if not files:
+        return None, "the native library was not built: no C++17 compiler was found when widellm was installed"
+    try:
+        lib = ctypes.CDLL(str(files[0]))
+        for name, arguments in _FUNCTIONS.items():
+            function = getattr(lib, name)
+            function.argtypes = arguments
+            function.restype = c_int64
+    except (OSError, AttributeError) as error:
+        return None, f"the native library {files[0].name} cannot be loaded: {error}"
+    if lib.widellm_abi() != ABI:
+        return None, f"the native library {files[0].name} is from another version of widellm: install widellm again"
+    return lib, ""
+
+
+@functools.cache
+def _level(isa: str | None) -> int:
+    lib = library()
+    if isa is None:
+        return int(lib.widellm_level(max(LEVELS.values())))
+    if isa not in LEVELS:
+        raise BackendError(f"instruction set {isa!r} is not known; known: {', '.join(LEVELS)}")
+    if lib.widellm_level(LEVELS[isa]) != LEVELS[isa]:
+        raise BackendError(f"instruction set {isa!r} is not available on this CPU; available: {', '.join(levels())}")
+    return LEVELS[isa]
+
+
+def availability() -> tuple[bool, str]:
+    """(can the native backend run here, the instruction set it uses or why it is missing)."""
+    lib, why = _open()
+    return (False, why) if lib is None else (True, f"native C++ kernels, {levels()[-1]}")
+
+
+def library() -> ctypes.CDLL:
+    """The loaded library. Raises BackendError with the reason when there is none."""
+    lib, why = _open()
+    if lib is None:
+        raise BackendError(f"backend 'cpu' cannot run here: {why}")
+    return lib
+
+
+def levels() -> list[str]:
+    """Instruction sets that the library has kernels for and this CPU can run, slowest first."""
+    lib = library()
+    return [name for name, level in LEVELS.items() if lib.widellm_level(level) == level]
+
+
+def few_rows() -> int:
+    """Up to this many rows (inclusive) the kernels of few rows run, and `FusedLayer` can be used."""
+    return int(library().widellm_few_rows())
+
+
+def run_fields(dtype: torch.dtype, isa: str | None, work: int) -> Structure:
+    """The `Run` struct: instruction set, number of threads, dtype. Raises BackendError by name.
+
+    Threads: torch's current number, fewer when `work` (multiply-adds) would not give each its GRAIN.
+    """
+    if dtype not in DTYPES:
+        raise BackendError(f"backend 'cpu' computes in float32 or bfloat16, got {dtype}")
+    return Run(_level(isa), min(torch.get_num_threads(), 1 + work // GRAIN), DTYPES[dtype])
+
+
+def call(name: str, *structs: Structure) -> None:
+    """Call an exported function. Raises MemoryError when scratch memory cannot be had."""
+    code = getattr(library(), name)(*map(ctypes.byref, structs))
+    if code == 1:
+        raise MemoryError(f"{name}: out of memory")
+    if code:
+        raise BackendError(f"{name}: this instruction set is not available")

@@ -1,0 +1,198 @@
+"""The public ops, the backends behind them, and which one `auto` takes.
+
+    routed_ffn(x [M,D], w_gate [F,D] | None, w_up [F,D], w_down [D,F], keep [M,G], act, ...) -> [M,D]
+    routed_in(x [M,D], w [N,D], keep [M,G], ...) -> [M,N]
+    routed_out(h [M,N], w [D,N], keep [M,G], ...) -> [M,D]
+    routed_attention(q [B,Tq,H,d], k, v [B,Tk,K,d], keep [B,Tq,G], ...) -> [B,Tq,H,d]
+
+What each computes is written in `reference.py`. A backend changes the time and the rounding, never the function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from widellm.errors import BackendError
+from widellm.kernels import cpu, dispatch, grouped, masked, reference
+
+BACKENDS: dict[str, ModuleType] = {"reference": reference, "masked": masked, "grouped": grouped, "cpu": cpu}
+
+
+def backends() -> dict[str, tuple[bool, str]]:
+    """Name -> (can it run here, why not or what it is)."""
+    native = cpu.availability()
+    return {
+        "reference": (True, "loops in plain torch, for tests"),
+        "masked": (True, "dense linears, then drop; differentiable"),
+        "grouped": (True, "plain torch, one GEMM per group over the rows that keep it"),
+        "cpu": native,
+    }
+
+
+def check_backend(name: str) -> str:
+    """Return `name` if it is "auto" or a backend that can run here, else raise BackendError listing those that can."""
+    table = backends()
+    if name == "auto" or (name in table and table[name][0]):
+        return name
+    usable = ", ".join(["auto", *(n for n, (ok, _) in table.items() if ok)])
+    why = f"cannot run here: {table[name][1]}" if name in table else "is not known"
+    raise BackendError(f"backend {name!r} {why}; usable: {usable}")
+
+
+def _backend(name: str, op: str, x: Tensor, keep: Tensor, width: int) -> Callable[..., Tensor]:
+    if name == "auto":
+        name = dispatch.choose(op, x, keep, width)
+    elif name not in BACKENDS or (name == "cpu" and not cpu.availability()[0]):
+        check_backend(name)
+    backend: Callable[..., Tensor] = getattr(BACKENDS[name], op)
+    return backend
+
+
+def _check(op: str, keep: Tensor, rows: int, size: int) -> None:
+    fits = keep.ndim == 2 and keep.shape[0] == rows and keep.shape[1] > 0 and size % keep.shape[1] == 0
+    if keep.dtype != torch.bool or not fits:
+        raise ValueError(
+            f"{op}: keep must be bool [{rows}, G] with G dividing {size}, got {keep.dtype} {list(keep.shape)}"
+        )
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def routed_ffn(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    keep: Tensor,
+    act: str,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """FFN over the kept channel groups; see `reference.routed_ffn`. With gradients wanted, `masked` runs.
+
+    Raises ValueError on shapes that do not fit, BackendError on a backend that cannot run here.
+    """
+    if _needs_grad(x, w_gate, w_up, w_down, b_gate, b_up, b_down):
+        return masked.routed_ffn(x, w_gate, w_up, w_down, keep, act, b_gate, b_up, b_down)
+    return _routed_ffn(x, w_gate, w_up, w_down, keep, act, b_gate, b_up, b_down, backend)
+
+
+def routed_in(x: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None = None, backend: str = "auto") -> Tensor:
+    """Projection into the groups; see `reference.routed_in`. Gradients, errors: as `routed_ffn`."""
+    if _needs_grad(x, w, bias):
+        return masked.routed_in(x, w, keep, bias)
+    return _routed_in(x, w, keep, bias, backend)
+
+
+def routed_out(h: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None = None, backend: str = "auto") -> Tensor:
+    """Projection out of the groups; see `reference.routed_out`. Gradients, errors: as `routed_ffn`."""
+    if _needs_grad(h, w, bias):
+        return masked.routed_out(h, w, keep, bias)
+    return _routed_out(h, w, keep, bias, backend)
+
+
+def routed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention of the kept (row, head group) pairs; see `reference.routed_attention`. Gradients, errors: as above."""
+    if _needs_grad(q, k, v):
+        return masked.routed_attention(q, k, v, keep, mask, scale)
+    return _routed_attention(q, k, v, keep, mask, scale, backend)
+
+
+@torch.library.custom_op("widellm::routed_ffn", mutates_args=())
+def _routed_ffn(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    keep: Tensor,
+    act: str,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    backend: str,
+) -> Tensor:
+    _check("routed_ffn", keep, x.shape[0], w_up.shape[0])
+    op = _backend(backend, "routed_ffn", x, keep, w_up.shape[0])
+    return op(x, w_gate, w_up, w_down, keep, act, b_gate, b_up, b_down)
+
+
+@_routed_ffn.register_fake
+def _(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    keep: Tensor,
+    act: str,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    backend: str,
+) -> Tensor:
+    return x.new_empty(x.shape[0], w_down.shape[0])
+
+
+@torch.library.custom_op("widellm::routed_in", mutates_args=())
+def _routed_in(x: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None, backend: str) -> Tensor:
+    _check("routed_in", keep, x.shape[0], w.shape[0])
+    return _backend(backend, "routed_in", x, keep, w.shape[0])(x, w, keep, bias)
+
+
+@_routed_in.register_fake
+def _(x: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None, backend: str) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[0])
+
+
+@torch.library.custom_op("widellm::routed_out", mutates_args=())
+def _routed_out(h: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None, backend: str) -> Tensor:
+    _check("routed_out", keep, h.shape[0], w.shape[1])
+    return _backend(backend, "routed_out", h, keep, w.shape[1])(h, w, keep, bias)
+
+
+@_routed_out.register_fake
+def _(h: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None, backend: str) -> Tensor:
+    return h.new_empty(h.shape[0], w.shape[0])
+
+
+@torch.library.custom_op("widellm::routed_attention", mutates_args=())
+def _routed_attention(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, mask: Tensor | None, scale: float | None, backend: str
+) -> Tensor:
+    batch, tq, heads, _ = q.shape
+    if keep.dtype != torch.bool or keep.shape[:2] != (batch, tq) or heads % keep.shape[-1]:
+        raise ValueError(
+            f"routed_attention: keep must be bool [{batch}, {tq}, G] with G dividing {heads}, "
+            f"got {keep.dtype} {list(keep.shape)}"
+        )
+    return _backend(backend, "routed_attention", q, keep, heads)(q, k, v, keep, mask, scale)
+
+
+@_routed_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, mask: Tensor | None, scale: float | None, backend: str) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
+
+
+def attention_skips(backend: str, query: Tensor, key: Tensor, kwargs: dict[str, object]) -> bool:
+    """Whether attention over dropped heads should be skipped here (query [B,H,Tq,d], key [B,K,Tk,d]).
+
+    `kwargs` is what transformers passes besides: a soft cap, a position bias or attention sinks have no kernel here.
+    """
+    if any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "s_aux")):
+        return False
+    return (dispatch.choose_attention(query, key) if backend == "auto" else backend) not in ("masked", "grouped")

@@ -1,0 +1,27 @@
+"""What one routed sub-layer holds besides its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass
+class SubLayer:
+    """One routed attention or FFN. A forward writes `keep` and nothing else; attach and the dial set the rest."""
+
+    kind: str
+    """"attention" or "ffn"."""
+    layer_index: int
+    groups: int
+    group_size: int
+    """Query heads or FFN channels per group."""
+    group_cost: int
+    """Multiply-adds that keeping one group of one token costs (weights of q and o, or of gate, up and down)."""
+    threshold: float | None = None
+    """A group is kept where its logit exceeds this; None: everything is kept and the router does not run."""
+    backend: str = "auto"
+    """Which kernels to use: a name of `kernels.registry.backends()`, or "auto"."""
+    keep: Tensor | None = None
+    """bool [B, T, G] of the last forward, True = computed; None after a dense one."""
