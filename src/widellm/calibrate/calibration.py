@@ -3,8 +3,9 @@
 1. Curvature: the Fisher matrix of every sub-layer's output and the size of every FFN channel, by a backward walk.
    FFN channels are sorted by what leaving them out would cost, and cut into groups.
 2. First fit: ridge regression of each group's log importance on the router's input, on the dense stream.
-3. Second fit: the same on streams that are already routed, at many shares, for that is what the routers will see.
-4. Dial: what each threshold really spends.
+3. Second fit: the same sums go on over streams that are already routed, at many shares: what the routers will see.
+4. Balance: one offset per sub-layer, by a few steps of descent on the divergence from the dense model.
+5. Dial: what each threshold really spends.
 
 Statistics of as many layers as fit into `memory_gb` are held at a time; the others wait for another pass over the text.
 """
@@ -14,28 +15,31 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from widellm.calibrate.balance import SAVED, STEP_TOKENS, balance
 from widellm.calibrate.dial import measure_dial, router_logits, set_threshold
 from widellm.calibrate.statistics import SAMPLED_ROWS, Curvature, Regression
-from widellm.calibrate.stream import sampled_label_gradient, walk_back
+from widellm.calibrate.stream import Sample, sampled_label_gradient, walk_back
 from widellm.config import WidthConfig
 from widellm.errors import TextError, WidellmError
 from widellm.families import Layout, locate
 from widellm.modeling.attach import Width, attach, detach, is_attached, set_dial
 from widellm.provenance import versions
+from widellm.sources.texts import windows_digest
 
 Progress = Callable[[str, int, int], None]
 
-CURVATURE_SHARE, FIRST_SHARE, SECOND_SHARE = 0.1875, 0.125, 0.5
-"""Shares of the windows that the first three steps use; the dial takes the rest."""
+CURVATURE_SHARE, DENSE_SHARE, ROUTED_SHARE = 0.125, 0.375, 0.3125
+"""Shares of the windows that the first three steps use; balance and dial take the rest."""
 LEAST_SAVED, MOST_SAVED = 0.1, 0.6
-"""Range of routable work saved over every other window of the second fit; the rest of them are dense."""
+"""Range of routable work saved over the routed windows of the second fit."""
 DIAL_TOKENS = 3072
 
 
@@ -91,11 +95,14 @@ def calibrate(
     layout = locate(model)
     layout.groups("attention", settings.head_group_size)
     layout.groups("ffn", settings.ffn_group_size)
-    cuts = [max(2, int(len(windows) * share)) for share in (CURVATURE_SHARE, FIRST_SHARE, SECOND_SHARE)]
+    cuts = [max(2, int(len(windows) * share)) for share in (CURVATURE_SHARE, DENSE_SHARE, ROUTED_SHARE)]
     parts = torch.split(windows[: sum(cuts)], cuts)
-    rest = windows[sum(cuts) :][: max(2, DIAL_TOKENS // windows.shape[1])]
+    rest = windows[sum(cuts) :]
+    pieces = rest.flatten().split(STEP_TOKENS)
+    steps = torch.stack([piece for piece in pieces if len(piece) == len(pieces[0])])
+    rest = rest[: max(2, DIAL_TOKENS // windows.shape[1])]
     run = _Run(model, layout, settings, progress)
-    forms, sensitivity, permutations = run.curvature(parts[0])
+    permutations = run.curvature(parts[0])
     config = WidthConfig(
         model_type=layout.model_type,
         num_hidden_layers=len(layout.layers),
@@ -107,12 +114,13 @@ def calibrate(
     )
     width = attach(model, config, permutations)
     try:
-        run.fit("first fit", width, parts[1], [None] * len(parts[1]), forms, sensitivity)
-        saved = torch.linspace(LEAST_SAVED, MOST_SAVED, len(parts[2]))
-        order = torch.randperm(len(saved), generator=torch.Generator().manual_seed(settings.seed))
-        collected = router_logits(model, parts[1][:2])
-        thresholds = collected.quantiles([1.0 - float(saved[i]) for i in order])
-        fits = run.fit("second fit", width, parts[2], thresholds, forms, sensitivity)
+        run.fit("first fit", width, [(w, None) for w in parts[1]])
+        shares = torch.linspace(1.0 - LEAST_SAVED, 1.0 - MOST_SAVED, len(parts[2])).tolist()
+        thresholds = router_logits(model, parts[1][:2]).quantiles(shares)
+        fits = run.fit("second fit", width, list(zip(parts[2], thresholds, strict=True)))
+        progress("balance", 0, len(steps))
+        middle = router_logits(model, parts[2][:2]).quantiles([1.0 - SAVED])[0]
+        balance(model, width, steps, middle, lambda d, t: progress("balance", d, t))
         set_dial(model, measure_dial(model, rest, lambda d, t: progress("dial", d, t)))
     except BaseException:
         detach(model)
@@ -126,6 +134,12 @@ def calibrate(
     )
 
 
+Key = tuple[int, str]
+"""(layer index, "attention" or "ffn")."""
+Stream = Sequence[tuple[Tensor, float | None]]
+"""Windows int64 [T], each with the threshold it is run at (None: dense)."""
+
+
 class _Run:
     """The passes over the text, for as many layers at a time as the memory allows."""
 
@@ -137,20 +151,21 @@ class _Run:
         count = len(layout.layers)
         # from the top down: a walk that stops early is cheaper
         self.blocks = [range(max(0, end - at_once), end) for end in range(count, 0, -at_once)]
-        self.generator = torch.Generator().manual_seed(settings.seed)
+        self.forms: dict[Key, Tensor] = {}
+        self.sensitivity: dict[Key, float] = {}
+        self.seen: list[tuple[Tensor, float | None]] = []
+        self.sums: dict[Key, Regression] = {}
 
-    def curvature(self, windows: Tensor) -> tuple[dict[tuple[int, str], Tensor], dict[tuple[int, str], float], Tensor]:
-        """Group forms and mean squared gradient of every sub-layer, and each layer's channel order [L, F]."""
-        forms: dict[tuple[int, str], Tensor] = {}
-        sensitivity: dict[tuple[int, str], float] = {}
+    def curvature(self, windows: Tensor) -> Tensor:
+        """Set group forms and mean squared gradient of every sub-layer; return each layer's channel order [L, F]."""
         permutations = torch.empty(len(self.layout.layers), self.layout.intermediate_size, dtype=torch.int64)
         for number, block in enumerate(self.blocks):
             found = {(i, kind): Curvature() for i in block for kind in ("attention", "ffn")}
-            for sample in self._samples("curvature", windows, [None] * len(windows), block, number):
+            for sample in self._samples("curvature", [(w, None) for w in windows], block, number):
                 found[sample.layer_index, sample.kind].add(sample)
-            for (index, kind), curvature in found.items():
+            for key, curvature in found.items():
+                index, kind = key
                 modules = self.layout.layers[index]
-                sensitivity[index, kind] = float(curvature.fisher.diagonal().sum())
                 if kind == "attention":
                     groups = self.layout.groups("attention", self.settings.head_group_size)
                     w_out = modules.o_proj.weight.detach()
@@ -160,31 +175,30 @@ class _Run:
                     order = curvature.channel_scores(w_out).argsort(descending=True, stable=True)
                     permutations[index] = order.cpu()
                     w_out = w_out[:, order]
-                forms[index, kind] = curvature.group_forms(w_out, groups)
-                if not bool(torch.isfinite(forms[index, kind]).all()):
+                self.sensitivity[key] = float(curvature.fisher.diagonal().sum())
+                self.forms[key] = curvature.group_forms(w_out, groups)
+                if not bool(torch.isfinite(self.forms[key]).all()):
                     raise WidellmError(f"layer {index}'s {kind} gradients are not finite: check the model's weights")
-        return forms, sensitivity, permutations
+        return permutations
 
-    def fit(
-        self,
-        stage: str,
-        width: Width,
-        windows: Tensor,
-        thresholds: Sequence[float | None],
-        forms: dict[tuple[int, str], Tensor],
-        sensitivity: dict[tuple[int, str], float],
-    ) -> dict[str, float]:
-        """Solve all routers on windows run at these thresholds; returns the mean R^2 per kind.
+    def fit(self, stage: str, width: Width, stream: Stream) -> dict[str, float]:
+        """Add a stream to the sums and solve all routers on all that was seen; returns the mean R^2 per kind.
 
-        New routers are put in only when all are solved: the stream that later blocks see must not change under way.
+        Where all layers fit into the memory the sums go on; else earlier streams are read again, block by block. New
+        routers are put in only when all are solved: what later blocks see must not change under way.
         """
+        again = len(self.blocks) > 1
+        stream = self.seen = [*self.seen, *stream] if again else list(stream)
         solved = []
         for number, block in enumerate(self.blocks):
             subs = {(s.layer_index, s.kind): s for s in width.sublayers if s.layer_index in block}
-            found = {k: Regression(forms[k], sensitivity[k], s.group_cost, windows.numel()) for k, s in subs.items()}
-            for sample in self._samples(stage, windows, thresholds, block, number):
-                found[sample.layer_index, sample.kind].add(sample)
-            solved += [(sub, found[key].solve(self.settings.router_rank)) for key, sub in subs.items()]
+            if again or not self.sums:
+                d = self.layout.hidden_size
+                sums = {k: Regression(self.forms[k], self.sensitivity[k], s.group_cost, d) for k, s in subs.items()}
+                self.sums = sums
+            for sample in self._samples(stage, stream, block, number):
+                self.sums[sample.layer_index, sample.kind].add(sample)
+            solved += [(sub, self.sums[key].solve(self.settings.router_rank)) for key, sub in subs.items()]
         set_threshold(self.model, None)
         with torch.no_grad():
             for sub, solution in solved:
@@ -198,19 +212,21 @@ class _Run:
             r_squared[kind] = sum(of_kind) / len(of_kind)
         return r_squared
 
-    def _samples(
-        self, stage: str, windows: Tensor, thresholds: Sequence[float | None], block: range, number: int
-    ) -> Any:
-        total = len(windows) * len(self.blocks)
-        for i, (window, threshold) in enumerate(zip(windows, thresholds, strict=True)):
+    def _samples(self, stage: str, stream: Stream, block: range, number: int) -> Iterator[Sample]:
+        total = len(stream) * len(self.blocks)
+        for i, (window, threshold) in enumerate(stream):
             if is_attached(self.model):
                 set_threshold(self.model, threshold)
-            gradient = sampled_label_gradient(self.generator)
+            # drawn anew for each window, so that the blocks of a pass see the same labels
+            labels = torch.Generator().manual_seed(
+                zlib.crc32(f"{self.settings.seed} {windows_digest(window)}".encode())
+            )
+            gradient = sampled_label_gradient(labels)
             for attention, ffn in walk_back(self.model, self.layout, window, gradient, lowest=block.start):
                 if attention.layer_index in block:
                     yield attention
                     yield ffn
-            self.progress(stage, number * len(windows) + i + 1, total)
+            self.progress(stage, number * len(stream) + i + 1, total)
 
 
 def peak_memory_gb() -> float:

@@ -74,12 +74,14 @@ class Regression:
     log(importance + FLOOR * mean so far) + SENSITIVITY * log(|g_t|^2 / mean |g|^2) - log(cost of the group).
     """
 
-    def __init__(self, forms: Tensor, mean_sensitivity: float, cost: int, expected_tokens: int) -> None:
+    def __init__(self, forms: Tensor, mean_sensitivity: float, cost: int, hidden_size: int) -> None:
         groups, device = forms.shape[0], forms.device
         self.forms = forms
-        self.step = max(1, expected_tokens // SAMPLED_ROWS)
-        self.sampled_x: list[Tensor] = []
-        self.sampled_importance: list[Tensor] = []
+        # allocated once: many small lasting tensors between large passing ones would tear the heap to pieces
+        self.sampled_x = torch.empty(SAMPLED_ROWS, hidden_size, dtype=torch.bfloat16, device=device)
+        self.sampled_importance = torch.empty(SAMPLED_ROWS, groups, device=device)
+        self.rows = 0
+        self.step = 1
         self.mean_sensitivity = mean_sensitivity
         self.log_cost = math.log(cost)
         self.tokens = 0
@@ -93,9 +95,7 @@ class Regression:
     def add(self, sample: Sample) -> None:
         """Count one window."""
         importance = group_importance(sample.h, self.forms)
-        first = -self.tokens % self.step
-        self.sampled_x.append(sample.x[first :: self.step].bfloat16())
-        self.sampled_importance.append(importance[first :: self.step])
+        self._take_rows(sample.x, importance)
         self.importance += float(importance.mean(1).sum())
         self.tokens += importance.shape[0]
         floor = FLOOR * self.importance / self.tokens
@@ -112,6 +112,19 @@ class Regression:
             self._sum_x += x.sum(0)
         self.sum_y += y.sum(0)
         self.sum_yy += y.square().sum(0)
+
+    def _take_rows(self, x: Tensor, importance: Tensor) -> None:
+        """Keep every step-th row; when there is no more room, drop every other one and double the step."""
+        while True:
+            taken = torch.arange(-self.tokens % self.step, x.shape[0], self.step, device=x.device)
+            if self.rows + len(taken) <= SAMPLED_ROWS:
+                break
+            for kept in (self.sampled_x, self.sampled_importance):
+                kept[: (self.rows + 1) // 2] = kept[: self.rows : 2].clone()
+            self.rows, self.step = (self.rows + 1) // 2, self.step * 2
+        self.sampled_x[self.rows : self.rows + len(taken)] = x[taken].bfloat16()
+        self.sampled_importance[self.rows : self.rows + len(taken)] = importance[taken]
+        self.rows += len(taken)
 
     def solve(self, rank: int) -> Solution:
         """Ridge regression on the standardised input, cut to `rank` where there are more groups than that.
@@ -139,7 +152,7 @@ class Regression:
         down = ((weights @ basis) / spread[:, None]).t()  # [r, D]
         total = self.sum_yy.double() / n - mean_y.square()
         explained = 2 * (weights @ basis @ basis.t() * cross).sum(0) - fitted.diagonal()
-        x, importance = torch.cat(self.sampled_x).double(), torch.cat(self.sampled_importance).double()
+        x, importance = self.sampled_x[: self.rows].double(), self.sampled_importance[: self.rows].double()
         predicted = torch.logsumexp(x @ down.t() @ basis.t(), 0)
         bias = torch.log(importance.sum(0).clamp_min(1e-30)) - self.log_cost - predicted
         return Solution(

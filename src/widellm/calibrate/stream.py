@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from widellm.families import LayerModules, Layout
 from widellm.kernels.reference import activate
+from widellm.routing.state import SubLayer
 
 _CHUNK = 128
 """Rows of logits turned into float32 probabilities at a time."""
@@ -115,9 +116,14 @@ def _layer_back(layout: Layout, index: int, hidden: Tensor, call: Any, grad: Ten
 
         return hook
 
+    def note_call(module: nn.Module, args: Any, kwargs: Any) -> None:
+        attention_calls.append((args, kwargs))
+
     rest, kwargs = call
+    attention_calls: list[tuple[Any, Any]] = []
     hidden = hidden.requires_grad_(True)
     with ExitStack() as hooks, torch.enable_grad():
+        hooks.callback(modules.attention.register_forward_pre_hook(note_call, with_kwargs=True).remove)
         hooks.callback(modules.q_proj.register_forward_pre_hook(before("attention_x")).remove)
         hooks.callback(modules.o_proj.register_forward_pre_hook(before("attention_h")).remove)
         hooks.callback(modules.o_proj.register_forward_hook(after("attention_out")).remove)
@@ -127,12 +133,29 @@ def _layer_back(layout: Layout, index: int, hidden: Tensor, call: Any, grad: Ten
     wanted = (seen["attention_out"], seen["ffn_out"], hidden)
     g_attention, g_ffn, g_hidden = torch.autograd.grad(output, wanted, grad)
     with torch.no_grad():
+        sub: SubLayer | None = getattr(modules.attention, "_width", None)
+        if sub is not None and sub.threshold is not None:
+            seen["attention_h"] = _all_heads(modules, sub, *attention_calls[0])
         attention = Sample(
             index, "attention", *(_rows(t) for t in (seen["attention_x"], seen["attention_h"], g_attention))
         )
         ffn_x = seen["ffn_x"].detach()
         ffn = Sample(index, "ffn", _rows(ffn_x), _rows(channels(modules, layout.activation, ffn_x)), _rows(g_ffn))
     return attention, ffn, g_hidden
+
+
+def _all_heads(modules: LayerModules, sub: SubLayer, args: Any, kwargs: Any) -> Tensor:
+    """What o would multiply if no head were dropped: dropped heads have no query, so the attention runs once more."""
+    seen: list[Tensor] = []
+    threshold, keep = sub.threshold, sub.keep
+    handle = modules.o_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    try:
+        sub.threshold = None
+        modules.attention(*args, **kwargs)
+    finally:
+        handle.remove()
+        sub.threshold, sub.keep = threshold, keep
+    return seen[0]
 
 
 def channels(modules: LayerModules, activation: str, x: Tensor) -> Tensor:

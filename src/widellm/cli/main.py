@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from widellm._version import __version__
+from widellm.cli.bench import bench
+from widellm.cli.report import report
 from widellm.errors import WidellmError
 
 app = typer.Typer(
@@ -165,14 +168,35 @@ def generate(
     typer.echo(pipeline.generate(loaded, tokenizer, prompt, max_new_tokens, sample))
 
 
+app.command()(bench)
+app.command()(report)
+
+
 @app.command()
-def doctor(json_file: JsonFile = None) -> None:
+def doctor(
+    explain: Annotated[
+        Path | None, typer.Option(help="Routed directory: also say what each of its layers uses here, and why.")
+    ] = None,
+    tune: Annotated[
+        Path | None, typer.Option(help="Routed directory: measure its ops once and keep the times in the cache.")
+    ] = None,
+    threads: Threads = None,
+    json_file: JsonFile = None,
+) -> None:
     """Versions, devices, and which kernels can run here, with the reason where one cannot."""
     from widellm.cli import show
-    from widellm.doctor import diagnose
+    from widellm.doctor import diagnose, explain_model, tune_model
 
+    _threads(threads)
     found = diagnose()
-    show.doctor_table(found)
+    if tune is not None:
+        with show.progress() as progress:
+            tune_model(tune, progress)
+    if explain is not None:
+        found["model"] = explain_model(explain)
+    show.doctor_table({name: value for name, value in found.items() if name != "model"})
+    if explain is not None:
+        show.explain_table(found["model"])
     _write_json(json_file, found)
 
 
@@ -189,13 +213,24 @@ def options(
     """Options of the command itself."""
 
 
+_INTERRUPTED = 130
+"""Exit code that typer gives an interrupted command."""
+
+
+def _stop(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     """Run the command; a user's error is one line on stderr and exit code 2."""
+    # a polite kill cleans up like Ctrl-C does
+    signal.signal(signal.SIGTERM, _stop)
     try:
         app()
     except WidellmError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("stopped; nothing was written", err=True)
-        sys.exit(130)
+    except SystemExit as stop:
+        if stop.code == _INTERRUPTED:
+            typer.echo("stopped; nothing was written", err=True)
+        raise
