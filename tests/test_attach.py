@@ -12,6 +12,7 @@ from routing_helpers import oracle_logits, route
 from tiny import tiny_model
 from widellm.config import WidthConfig
 from widellm.errors import ConfigError, UnsupportedModelError
+from widellm.kernels.registry import backends
 from widellm.modeling.attach import attach, detach, is_attached, set_backend, set_budget, width_of
 
 VARIANTS = {
@@ -71,7 +72,7 @@ def test_masks_do_what_they_say(variant: str, head_group_size: int, ids: torch.T
     dense = copy.deepcopy(model)
     width = route(model, head_group_size=head_group_size)
     expected, keeps = oracle_logits(dense, width, ids)
-    for backend in ("masked", "grouped", "reference"):
+    for backend in [name for name, (usable, _) in backends().items() if usable] + ["auto"]:
         set_backend(model, backend)
         got = logits_of(model, ids)
         for sub, keep in zip(width.sublayers, keeps, strict=True):

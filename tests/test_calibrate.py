@@ -244,3 +244,21 @@ def test_balancing_lowers_the_divergence_and_holds_the_budget(windows: torch.Ten
     assert abs(spent(model, windows) - share) < 0.08
     for i, sub in enumerate(width.sublayers):  # one number for all groups of a sub-layer
         torch.testing.assert_close(width.router(sub).bias, bias[i] + offsets[i], atol=1e-5, rtol=0)
+
+
+def test_quantiles_and_shares_are_each_others_inverse_in_units_of_work(windows: torch.Tensor) -> None:
+    from widellm.calibrate.dial import router_logits
+
+    model = tiny_model("llama")
+    width = route(model)
+    set_budget(model, 1.0)
+    collector = router_logits(model, windows[:3])
+    thresholds = collector.quantiles([0.3, 0.6, 0.9])
+    assert collector.shares(thresholds) == pytest.approx([0.3, 0.6, 0.9], abs=2e-3)
+    assert collector.shares([1e9, -1e9]) == [0.0, 1.0]
+    spent_by_loop = total = 0.0
+    for sub, seen in zip(width.sublayers, collector.logits, strict=True):
+        logits = torch.cat(seen)
+        spent_by_loop += sub.groups * sub.group_cost * (logits > thresholds[1]).float().mean().item()
+        total += sub.groups * sub.group_cost
+    assert spent_by_loop / total == pytest.approx(0.6, abs=2e-3)

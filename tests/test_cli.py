@@ -228,8 +228,8 @@ def test_a_bad_result_is_not_saved_without_force(
 def test_a_stopped_run_leaves_nothing_that_loads(kind: signal.Signals, tiny_checkpoint: Build, tmp_path: Path) -> None:
     out = tmp_path / "stopped"
     command = [sys.executable, "-c", "from widellm.cli.main import main; main()", "prune", str(tiny_checkpoint())]
-    # enough text that it is still at work when the signal comes
-    command += ["--out", str(out), "--tokens", "100000", "--window", "128", "--ffn-group-size", "8"]
+    # a text that takes minutes to sample: it is still at work when the signal comes
+    command += ["--out", str(out), "--text", "self", "--tokens", "1000000", "--window", "128", "--ffn-group-size", "8"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ, text=True)
     assert process.stderr is not None
     time.sleep(8)

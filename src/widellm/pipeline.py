@@ -102,7 +102,7 @@ def prune(
     budget: float,
     text: str = "python-docs",
     tokens: int = 32768,
-    window: int = 512,
+    window: int = 1024,
     held_out_windows: int = 8,
     settings: Settings | None = None,
     dtype: Any = "auto",
@@ -128,6 +128,9 @@ def prune(
     dense = load_dense(model_name, dtype=dtype)
     progress("loading", 1, 1)
     model, tokenizer = dense.model, dense.tokenizer
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and window > context:
+        raise ConfigError(f"--window {window} is longer than the model's context of {context} tokens: ask for less")
     wanted = (math.ceil(tokens / window) + held_out_windows) * window
     texts: Iterable[str]
     if text == "self":

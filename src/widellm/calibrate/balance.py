@@ -35,7 +35,7 @@ def balance(
     windows int64 [n, T]: one step each. threshold: one that saves about SAVED. Thresholds are left at None (dense).
     """
     count = len(width.sublayers)
-    offsets, mean, square = torch.zeros(3, count, dtype=torch.float64)
+    offsets, mean, square = (torch.zeros(count, dtype=torch.float64) for _ in range(3))
     place = {(s.layer_index, s.kind): i for i, s in enumerate(width.sublayers)}
     for step, window in enumerate(windows):
         set_threshold(model, None)
@@ -55,15 +55,15 @@ def balance(
                 weight[i] = float(soft.sum()) * width.sublayers[i].group_cost
         # what shifting the common threshold would do is taken out: the budget stays put
         gradient = pull - pull.sum() / weight.sum() * weight
-        mean = MEAN_DECAY * mean + (1 - MEAN_DECAY) * gradient
-        square = SQUARE_DECAY * square + (1 - SQUARE_DECAY) * gradient.square()
+        mean = MEAN_DECAY * mean + (1.0 - MEAN_DECAY) * gradient
+        square = SQUARE_DECAY * square + (1.0 - SQUARE_DECAY) * gradient * gradient
         direction = mean / (1 - MEAN_DECAY ** (step + 1))
         direction /= (square / (1 - SQUARE_DECAY ** (step + 1))).sqrt().clamp_min(1e-30)
         change = -STEP * min(1.0, 2.0 * (len(windows) - step) / len(windows)) * direction
         offsets += change
         with torch.no_grad():
             for i, sub in enumerate(width.sublayers):
-                width.router(sub).bias += float(change[i])
+                width.router(sub).bias.add_(float(change[i]))
         threshold = (threshold + _quantile(width, logits)) / 2
         progress(step + 1, len(windows))
     set_threshold(model, None)

@@ -40,7 +40,8 @@ CURVATURE_SHARE, DENSE_SHARE, ROUTED_SHARE = 0.125, 0.375, 0.3125
 """Shares of the windows that the first three steps use; balance and dial take the rest."""
 LEAST_SAVED, MOST_SAVED = 0.1, 0.6
 """Range of routable work saved over the routed windows of the second fit."""
-DIAL_TOKENS = 3072
+DIAL_TOKENS, DIAL_PROBE_TOKENS = 16384, 3072
+"""Tokens on which the dial's settings are found, and on which each is run."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def calibrate(
     rest = windows[sum(cuts) :]
     pieces = rest.flatten().split(STEP_TOKENS)
     steps = torch.stack([piece for piece in pieces if len(piece) == len(pieces[0])])
-    rest = rest[: max(2, DIAL_TOKENS // windows.shape[1])]
+    probes = rest[: max(2, DIAL_PROBE_TOKENS // windows.shape[1])]
+    shown = windows[:: max(1, windows.numel() // DIAL_TOKENS)]
     run = _Run(model, layout, settings, progress)
     permutations = run.curvature(parts[0])
     config = WidthConfig(
@@ -121,7 +123,7 @@ def calibrate(
         progress("balance", 0, len(steps))
         middle = router_logits(model, parts[2][:2]).quantiles([1.0 - SAVED])[0]
         balance(model, width, steps, middle, lambda d, t: progress("balance", d, t))
-        set_dial(model, measure_dial(model, rest, lambda d, t: progress("dial", d, t)))
+        set_dial(model, measure_dial(model, shown, probes, lambda d, t: progress("dial", d, t)))
     except BaseException:
         detach(model)
         raise

@@ -24,8 +24,8 @@ class Collector:
         self.limit = per_sublayer
         self.logits: list[list[Tensor]] = [[] for _ in width.sublayers]
 
-    def quantiles(self, shares: Sequence[float]) -> list[float]:
-        """Thresholds above which these shares of the routable work lie, by the logits that were seen."""
+    def _sorted(self) -> tuple[Tensor, Tensor]:
+        """All logits, descending, and the share of the routable work that lies at or above each."""
         values, weights = [], []
         for sub, seen in zip(self.width.sublayers, self.logits, strict=True):
             flat = torch.cat(seen)
@@ -33,9 +33,19 @@ class Collector:
             weights.append(torch.full_like(flat, sub.groups * sub.group_cost / flat.numel()))
         value, order = torch.cat(values).sort(descending=True)
         share = torch.cat(weights)[order].double().cumsum(0)
-        share /= share[-1].clone()
+        return value, share / share[-1]
+
+    def quantiles(self, shares: Sequence[float]) -> list[float]:
+        """Thresholds above which these shares of the routable work lie, by the logits that were seen."""
+        value, share = self._sorted()
         index = torch.searchsorted(share, torch.tensor(shares, dtype=torch.float64)).clamp(max=value.numel() - 1)
         return [float(v) for v in value[index]]
+
+    def shares(self, thresholds: Sequence[float]) -> list[float]:
+        """Shares of the routable work above these thresholds, by the logits that were seen."""
+        value, share = self._sorted()
+        index = torch.searchsorted(-value, -torch.tensor(thresholds, dtype=value.dtype))  # how many are above
+        return [0.0 if i == 0 else float(share[i - 1]) for i in index.tolist()]
 
 
 @torch.inference_mode()
@@ -80,18 +90,22 @@ def spent(model: Any, windows: Tensor) -> float:
     return 1.0 - counter.work(1.0).saved_routable
 
 
-def measure_dial(model: Any, windows: Tensor, progress: Any) -> Dial:
-    """Run windows int64 [n, T] at each setting's threshold and store the share really spent there.
+def measure_dial(model: Any, windows: Tensor, probes: Tensor, progress: Any) -> Dial:
+    """Find the share of routable work that each setting's threshold spends; windows and probes int64 [n, T].
 
-    Dropping work changes what later layers see, so the share differs from the quantile on the dense stream.
+    Dropping work changes what later layers see, so a share differs from the quantile on the dense stream. Running every
+    setting on much text would take long; so the quantiles come from `windows`, and `probes`, run at every setting,
+    only say how far routed and dense streams differ at that threshold: on the same text that differs little.
     `progress` is called with (done, total). Thresholds are left at None (dense).
     """
     set_threshold(model, None)
-    thresholds = router_logits(model, windows[:2]).quantiles(SETTINGS)
+    dense = router_logits(model, windows)
+    thresholds = dense.quantiles(SETTINGS)
+    on_probes = router_logits(model, probes).shares(thresholds)
     points: list[tuple[float, float]] = []
     for i, threshold in enumerate(thresholds):
         set_threshold(model, threshold)
-        points.append((spent(model, windows), threshold))
+        points.append((SETTINGS[i] + spent(model, probes) - on_probes[i], threshold))
         progress(i + 1, len(SETTINGS))
     set_threshold(model, None)
     # a setting that spends no more than a stingier one says nothing new
