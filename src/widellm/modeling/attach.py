@@ -14,7 +14,7 @@ from widellm.families import Family, LayerModules, Layout, locate
 from widellm.kernels import cpu
 from widellm.kernels.registry import check_backend
 from widellm.modeling.routed_attention import ATTENTION_NAME, RoutedOutput, RoutedQuery, register_attention
-from widellm.modeling.routed_layer import Binding, RoutedLayer
+from widellm.modeling.routed_layer import Binding, NativeHead, RoutedLayer
 from widellm.modeling.routed_mlp import RoutedMLP, is_plain_linear, parts_of
 from widellm.modeling.swap import check_swappable, dense_class, is_routed, routed, unrouted
 from widellm.routing.budget import Dial, WorkCounter, group_cost, routable_share
@@ -124,6 +124,11 @@ def attach(
         if regrouped:
             _store_input_major(modules, True)
 
+    head = model.get_output_embeddings()
+    if cpu.availability()[0] and is_plain_linear(head) and not all(map(_is_identity, permutations)):
+        head._width = sublayers[0]
+        routed(head, NativeHead)
+
     dense_attention = str(model.config._attn_implementation)
     if dense_attention == "sdpa":
         register_attention()
@@ -151,6 +156,10 @@ def detach(model: Any) -> Any:
         del modules.mlp._parts
         inverse = torch.argsort(width.permutations[index])
         _permute_channels(modules.gate_proj, modules.up_proj, modules.down_proj, inverse)
+    head = model.get_output_embeddings()
+    if is_routed(head, NativeHead):
+        unrouted(head, NativeHead)
+        del head._width
     model.set_attn_implementation(width.dense_attention)
     del model._widellm
     return model

@@ -98,6 +98,24 @@ class RoutedLayer:
         return True
 
 
+class NativeHead:
+    """Behaviour of the output projection: few rows are multiplied at the speed of memory. `[..., D]` -> `[..., V]`."""
+
+    _width: SubLayer
+    """Any sub-layer of the model: it says which backend is wanted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight  # type: ignore[attr-defined]
+        bias: Tensor | None = self.bias  # type: ignore[attr-defined]
+        rows = x.numel() // x.shape[-1]
+        native = x.device.type == "cpu" and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16)
+        needs_graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        few = 0 < rows <= cpu.few_rows() and self._width.backend in ("auto", "cpu")
+        if not (native and few) or needs_graph or torch.compiler.is_compiling():
+            return super().forward(x)  # type: ignore[misc]
+        return cpu.linear(x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], -1)
+
+
 def _bindable(modules: LayerModules) -> bool:
     """Whether the layer is made of bare linears only, with nothing hooked onto what would not be called."""
     linears = (modules.k_proj, modules.v_proj, modules.gate_proj, modules.up_proj, modules.down_proj)

@@ -1,0 +1,77 @@
+"""`widellm report`: parse, call, print."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from widellm.errors import WidellmError
+
+
+def report(
+    directory: Annotated[Path, typer.Argument(help="Routed directory that widellm prune wrote.")],
+    out: Annotated[Path, typer.Option(help="HTML file to write; everything is in it.")] = Path("report.html"),
+    text: Annotated[
+        str | None, typer.Option(help="Text: FILE, DIR, data set id; default: documentation not calibrated on.")
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Share of routable work that may be spent; default: the model's own.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of the text to show; default: up to 1024, a longer text is cut.")
+    ] = None,
+    bench: Annotated[Path | None, typer.Option(help="Speeds to show: a file of widellm bench --json.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="Recipes to show: JSON list of recipe, budget, perplexity, std.")
+    ] = None,
+    figures: Annotated[Path | None, typer.Option(help="New directory to write each figure to as PNG.")] = None,
+    column: Annotated[str, typer.Option(help="Column with the text, in jsonl, parquet and data sets.")] = "text",
+    dtype: Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
+) -> None:
+    """See it: which token computes what, layer by layer, what that saves, and what it does to the text."""
+    from widellm.cli import show
+    from widellm.cli.main import _dtype, _threads
+    from widellm.files import atomic_write_json, atomic_write_text, check_new_directory
+    from widellm.optional import require
+    from widellm.report.collect import collect
+    from widellm.report.figures import export_png
+    from widellm.report.page import render
+    from widellm.report.summary import summary
+
+    for path in (out, json_file):
+        if path is not None:
+            _check_file(path)
+    if figures is not None:
+        if os.path.lexists(figures):
+            raise WidellmError(f"{figures} exists: give --figures a new directory")
+        check_new_directory(figures)
+    require("matplotlib", "report", "drawing a report's figures")
+    _threads(threads)
+    with show.progress() as progress:
+        data = collect(directory, text, budget, tokens, bench, compare, column, _dtype(dtype), progress)
+        progress("drawing", 0, 1)
+        page = render(data)
+        progress("drawing", 1, 1)
+    if figures is not None:
+        export_png(data, figures)
+    if json_file is not None:
+        atomic_write_json(json_file, data)
+    atomic_write_text(out, page)
+    show.console.print(summary(data))
+    show.console.print(f"Written to {out}", markup=False)
+
+
+def _check_file(path: Path) -> None:
+    """WidellmError, before the long work, if `path` cannot be written to."""
+    parent = path.absolute().parent
+    if path.is_dir():
+        raise WidellmError(f"{path} is a directory: give the name of a file")
+    if not parent.is_dir():
+        raise WidellmError(f"{path} cannot be written: {parent} is not a directory")
+    if not os.access(parent, os.W_OK | os.X_OK) and not path.exists():
+        raise WidellmError(f"{path} cannot be written: no permission to write to {parent}")
