@@ -1,7 +1,7 @@
 """Builds the optional native CPU library; everything else is in pyproject.toml.
 
 The library links to nothing of torch: it has a plain C interface and is loaded with ctypes. Where it cannot be built
-the install goes on without it, and `widellm doctor` says so.
+(no GCC or Clang) the install goes on without it, and `widellm doctor` says so.
 """
 
 from pathlib import Path
@@ -10,6 +10,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("src/widellm/kernels/csrc")
+FLAGS = ["-std=gnu++17", "-O3", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 
 
 class BuildNative(build_ext):
@@ -21,6 +22,15 @@ class BuildNative(build_ext):
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return []  # there is no PyInit function to export
 
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            ext.extra_compile_args, ext.extra_link_args = [*FLAGS, "-fopenmp"], ["-fopenmp"]
+            super().build_extension(ext)
+        except Exception as error:  # a compiler without OpenMP (Apple's): one thread is better than no library
+            print(f"widellm: building the native library with OpenMP failed ({error}); trying without")
+            ext.extra_compile_args, ext.extra_link_args = list(FLAGS), []
+            super().build_extension(ext)
+
 
 setup(
     cmdclass={"build_ext": BuildNative},
@@ -29,16 +39,6 @@ setup(
             "widellm.kernels._native",
             sources=sorted(map(str, SOURCES.glob("*.cpp"))),
             depends=sorted(map(str, SOURCES.glob("*.h"))),
-            extra_compile_args=[
-                "-std=gnu++17",
-                "-O3",
-                "-fopenmp",
-                "-fvisibility=hidden",
-                "-fno-math-errno",
-                "-fno-trapping-math",
-                "-Wno-psabi",
-            ],
-            extra_link_args=["-fopenmp"],
             language="c++",
             optional=True,
         )

@@ -262,3 +262,18 @@ def test_quantiles_and_shares_are_each_others_inverse_in_units_of_work(windows: 
         spent_by_loop += sub.groups * sub.group_cost * (logits > thresholds[1]).float().mean().item()
         total += sub.groups * sub.group_cost
     assert spent_by_loop / total == pytest.approx(0.6, abs=2e-3)
+
+
+def test_a_thinned_sample_holds_every_group(windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once every third group was missed: the stride over logits shared a factor with the number of groups."""
+    from widellm.calibrate import dial
+
+    model = tiny_model("llama")
+    width = route(model)
+    set_budget(model, 1.0)
+    ffn = next(i for i, s in enumerate(width.sublayers) if s.kind == "ffn")  # 6 groups
+    full = dial.router_logits(model, windows[:2])
+    monkeypatch.setattr(dial.Collector.__init__, "__defaults__", (128,))  # 2 * 64 * 6 / 128: every sixth
+    thin = dial.router_logits(model, windows[:2])
+    rows = torch.cat(full.logits[ffn]).view(-1, 6)
+    assert torch.equal(torch.cat(thin.logits[ffn]).view(-1, 6), torch.cat([rows[:64][::6], rows[64:][::6]]))

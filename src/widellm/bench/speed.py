@@ -26,7 +26,7 @@ class Speed:
     decode_spread: float
 
 
-class _Stamp(StoppingCriteria):
+class Stamp(StoppingCriteria):
     """Notes the time after each token of generate(); never stops it."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ def measure(
                 start = time.perf_counter()
                 model(prompt, use_cache=True, logits_to_keep=1)
                 took = time.perf_counter() - start
-                stamp = _Stamp()
+                stamp = Stamp()
                 model.generate(
                     short,
                     attention_mask=torch.ones_like(short),

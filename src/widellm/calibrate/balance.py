@@ -24,7 +24,8 @@ STEP = 0.05
 """Largest step, in units of a logit (natural log of importance); it falls to 0 over the second half of the steps."""
 MEAN_DECAY, SQUARE_DECAY = 0.9, 0.98
 """Adam's two decay rates."""
-STEP_TOKENS = 512
+STEP_TOKENS, MOST_STEPS = 512, 12
+"""More steps overshoot: the gradient is that of a soft mask, not of the real one."""
 
 
 def balance(

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widellm.calibrate.balance import SAVED, STEP_TOKENS, balance
+from widellm.calibrate.balance import MOST_STEPS, SAVED, STEP_TOKENS, balance
 from widellm.calibrate.dial import measure_dial, router_logits, set_threshold
 from widellm.calibrate.statistics import SAMPLED_ROWS, Curvature, Regression
 from widellm.calibrate.stream import Sample, sampled_label_gradient, walk_back
@@ -36,11 +36,11 @@ from widellm.sources.texts import windows_digest
 
 Progress = Callable[[str, int, int], None]
 
-CURVATURE_SHARE, DENSE_SHARE, ROUTED_SHARE = 0.125, 0.375, 0.3125
+CURVATURE_SHARE, DENSE_SHARE, ROUTED_SHARE = 0.125, 0.375, 0.25
 """Shares of the windows that the first three steps use; balance and dial take the rest."""
 LEAST_SAVED, MOST_SAVED = 0.1, 0.6
 """Range of routable work saved over the routed windows of the second fit."""
-DIAL_TOKENS, DIAL_PROBE_TOKENS = 16384, 3072
+DIAL_TOKENS, DIAL_PROBE_TOKENS = 32768, 6144
 """Tokens on which the dial's settings are found, and on which each is run."""
 
 
@@ -100,7 +100,7 @@ def calibrate(
     parts = torch.split(windows[: sum(cuts)], cuts)
     rest = windows[sum(cuts) :]
     pieces = rest.flatten().split(STEP_TOKENS)
-    steps = torch.stack([piece for piece in pieces if len(piece) == len(pieces[0])])
+    steps = torch.stack([piece for piece in pieces if len(piece) == len(pieces[0])][:MOST_STEPS])
     probes = rest[: max(2, DIAL_PROBE_TOKENS // windows.shape[1])]
     shown = windows[:: max(1, windows.numel() // DIAL_TOKENS)]
     run = _Run(model, layout, settings, progress)

@@ -58,10 +58,11 @@ def router_logits(model: Any, windows: Tensor) -> Collector:
         modules = width.layout.layers[sub.layer_index]
         owner = modules.q_proj if sub.kind == "attention" else modules.mlp
         router = width.router(sub)
+        # whole rows: a stride over single logits could fall in step with the groups and miss some of them
         step = max(1, windows.numel() * sub.groups // collector.limit)
 
         def note(module: Any, args: Any, router: Any = router, seen: list[Tensor] = seen, step: int = step) -> None:
-            seen.append(router(args[0]).flatten()[::step].cpu())
+            seen.append(router(args[0]).flatten(0, -2)[::step].flatten().cpu())
 
         handles.append(owner.register_forward_pre_hook(note))
     try:

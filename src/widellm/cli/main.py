@@ -64,7 +64,7 @@ def prune(
     budget: Budget = 0.5,
     text: Annotated[str, typer.Option(help="Text: FILE, DIR, data set id, python-docs, or self.")] = "python-docs",
     tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 32768,
-    window: Annotated[int, typer.Option(help="Tokens in a calibration window.")] = 512,
+    window: Annotated[int, typer.Option(help="Tokens in a calibration window.")] = 1024,
     head_group_size: Annotated[int, typer.Option(help="Query heads per decision.")] = 1,
     ffn_group_size: Annotated[int, typer.Option(help="FFN channels per decision.")] = 64,
     router_rank: Annotated[int, typer.Option(help="Inner width of the routers.")] = 32,

@@ -117,6 +117,28 @@ def doctor_table(found: dict[str, Any]) -> None:
     console.print(table)
 
 
+def explain_table(found: dict[str, Any]) -> None:
+    """What `explain` returned: equal layers in one row."""
+    console.print(f"Measured costs: {found['table']}", markup=False)
+    table = Table(title=f"What layers use at budget {found['budget']:g}", title_justify="left")
+    for column in ("layers", "op", "rows", "uses", "why"):
+        table.add_column(column)
+    layers = found["layers"]
+    start = 0
+    for end in range(1, len(layers) + 1):
+        same = end < len(layers) and all(layers[end][k] == layers[start][k] for k in ("decode", "ops"))
+        if same:
+            continue
+        name = f"{start}" if end == start + 1 else f"{start}-{end - 1}"
+        table.add_row(name, "decode", "few", *layers[start]["decode"])
+        for op, choices in layers[start]["ops"].items():
+            for rows, (backend, why) in choices.items():
+                table.add_row("", op, rows, backend, why)
+        table.add_section()
+        start = end
+    console.print(table)
+
+
 def _plain(value: Any) -> str:
     if isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], bool):
         return f"{'yes' if value[0] else 'no'} ({value[1]})"

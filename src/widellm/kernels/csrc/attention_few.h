@@ -25,6 +25,12 @@ static inline bool is_kept(const WideAttention &a, int64_t b, int64_t t, int64_t
   return !a.keep || a.keep[(b * a.queries + t) * a.ldkeep + h / (a.heads / a.groups)];
 }
 
+// Whether a boolean mask hides keys j0 .. j0 + n from query t: much of a static cache is empty, and need not be read.
+static inline bool hidden_from(const WideAttention &a, int64_t b, int64_t t, int64_t j0, int64_t n) {
+  if (a.mask_kind != WIDELLM_MASK_BOOL) return false;
+  return !memchr((const uint8_t *)a.mask + b * a.mask_batch + t * a.mask_query + j0, 1, (size_t)n);
+}
+
 // scores[j] for keys j0 .. j0 + n of one query: scaled, masked, padded with -inf to whole vectors; returns the maximum.
 static inline float mask_scores(const WideAttention &a, int64_t b, int64_t t, int64_t j0, int64_t n, float *scores) {
   Visible v = visible(a, b, t);
@@ -129,7 +135,12 @@ template <class T> struct FewAttention {
     int64_t end = imin(imin((part + 1) * span, a.keys), last);
     for (int64_t block = part * span; block < end; block += kKeyBlock) {
       int64_t j = block, keys = imin(block + kKeyBlock, end) - j;
-      if (block + kKeyBlock <= first) continue;
+      bool seen = block + kKeyBlock > first;
+      if (seen && a.mask_kind == WIDELLM_MASK_BOOL) {
+        seen = false;
+        for (int64_t c = 0; c < n && !seen; c++) seen = !hidden_from(a, b, tokens[c], j, keys);
+      }
+      if (!seen) continue;
       dot_rows((const T *)a.k + b * a.k_batch + j * a.k_token + kv * a.k_head, a.k_token, keys, qs, n, a.head_dim,
                scores, kKeyBlock);
       for (int64_t c = 0; c < n; c++) {

@@ -92,6 +92,8 @@ template <class T> struct ManyAttention {
       int64_t count = imin(kKeyBlock, a.keys - j), lo = 0, hi = n;
       while (lo < n && visible(a, b, pairs[lo].token).last <= j) lo++;
       while (hi > lo && visible(a, b, pairs[hi - 1].token).first >= j + count) hi--;
+      while (lo < hi && hidden_from(a, b, pairs[lo].token, j, count)) lo++;
+      while (hi > lo && hidden_from(a, b, pairs[hi - 1].token, j, count)) hi--;
       attend(b, kv, j, count, pairs, qs, lo, hi, base);
     }
     for (int64_t i = 0; i < n; i++) {

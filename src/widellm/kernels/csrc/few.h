@@ -6,7 +6,9 @@
 
 namespace {
 
-constexpr int64_t kUnit = 16;  // weight rows per piece of work
+constexpr int64_t kUnit = 16;           // weight rows per piece of work
+constexpr int64_t kNear = 256;          // inputs of a row that are gathered at a time
+constexpr int64_t kSumBytes = 24 << 10;  // of sums that a thread works on at a time
 
 // Which rows keep each group (bit m of rows[g]) and the groups that any row keeps, in order. Each thread has its own.
 struct Kept {
@@ -125,7 +127,7 @@ template <class T> struct FewInner {  // gate, up, activation
     const T *xs[kFewRows];
     int64_t f = g * size + i;
     for (int64_t c = 0; c < rows_of.count; c++) xs[c] = x + rows_of.at[c] * ldx;
-    if (gate) dot_rows(gate + f * ldgate, ldgate, n, xs, rows_of.count, inputs, gates, kUnit);
+    if (gate) dot_rows(gate + f * ldgate, ldgate, n, xs, rows_of.count, inputs, gates, kUnit, up + f * ldup);
     dot_rows(up + f * ldup, ldup, n, xs, rows_of.count, inputs, ups, kUnit);
     for (int64_t c = 0; c < rows_of.count; c++)
       for (int64_t j = 0; j < n; j += kLanes) {
@@ -149,38 +151,47 @@ template <class T> struct FewOuter {  // out = [residual +] w h [+ bias] over th
   int64_t ldres;
   T *out;
   int64_t ldout;
-  float *y;  // [rows, ldy] scratch, input-major only
-  int64_t ldy;
+  float *y;  // scratch of rows * outputs, input-major only
 
-  void reserve(Scratch &s) {
-    ldy = round_up(outputs, kPairCols);
-    y = input_major ? s.get<float>(rows * ldy) : nullptr;
-  }
+  void reserve(Scratch &s) { y = input_major ? s.get<float>(rows * round_up(outputs, kPairCols)) : nullptr; }
   // Threads own columns of the output, so that a sum never depends on the number of threads or on other rows.
   void run(const Kept &kept, const Team &team) const {
     if (!input_major) return along_rows(kept, share(outputs, 4, team));
-    Range cols = share(outputs, kPairCols, team);
-    int64_t n = cols.end - cols.begin;
-    if (n <= 0) return;
-    for (int64_t m = 0; m < rows; m++)
-      memset(y + m * ldy + cols.begin, 0, (size_t)round_up(n, kPairCols) * sizeof(float));
+    Range mine = share(outputs, kPairCols, team);
+    // As many columns at a time as keep the sums of all rows in the first cache.
+    int64_t step = imax(kSumBytes / (int64_t)sizeof(float) / rows / kPairCols, 1) * kPairCols;
+    for (int64_t j = mine.begin; j < mine.end; j += step) columns(kept, j, imin(step, mine.end - j));
+  }
+  void columns(const Kept &kept, int64_t begin, int64_t n) const {
+    // Sums and inputs are gathered side by side: rows a power of two apart would evict each other from the cache.
+    int64_t ld = round_up(n, kPairCols);
+    float *sums = y + begin * rows;
+    T near[kFewRows * kNear];
+    memset(sums, 0, (size_t)(rows * ld) * sizeof(float));
     for (int64_t k = 0; k < kept.count; k++) {
       int64_t g = kept.groups[k];
       Picked rows_of(kept.rows[g]);
-      const T *hs[kFewRows];
+      const T *hs[kFewRows], *from = w + g * size * ldw + begin;
       float *ys[kFewRows];
-      for (int64_t c = 0; c < rows_of.count; c++) {
-        hs[c] = h + rows_of.at[c] * ldh + g * size;
-        ys[c] = y + rows_of.at[c] * ldy + cols.begin;
+      for (int64_t f = 0; f < size; f += kNear) {
+        int64_t depth = imin(kNear, size - f);
+        for (int64_t c = 0; c < rows_of.count; c++) {
+          memcpy((void *)(near + c * kNear), h + rows_of.at[c] * ldh + g * size + f, (size_t)depth * sizeof(T));
+          hs[c] = near + c * kNear;
+          ys[c] = sums + rows_of.at[c] * ld;
+        }
+        const T *next = f + kNear < size       ? from + (f + kNear) * ldw
+                        : k + 1 < kept.count ? w + kept.groups[k + 1] * size * ldw + begin
+                                             : nullptr;
+        sum_rows(from + f * ldw, ldw, depth, hs, ys, rows_of.count, n, next);
       }
-      sum_rows(w + g * size * ldw + cols.begin, ldw, size, hs, ys, rows_of.count, n);
     }
     for (int64_t m = 0; m < rows; m++)
-      for (int64_t j = cols.begin; j < cols.end; j += kPairCols) {
+      for (int64_t j = 0; j < n; j += kPairCols) {
         vf lo, hi;
-        in_order<T>(y + m * ldy + j, lo, hi);
-        finish(m, j, imin(kLanes, cols.end - j), lo);
-        if (j + kLanes < cols.end) finish(m, j + kLanes, imin(kLanes, cols.end - j - kLanes), hi);
+        in_order<T>(sums + m * ld + j, lo, hi);
+        finish(m, begin + j, imin(kLanes, n - j), lo);
+        if (j + kLanes < n) finish(m, begin + j + kLanes, imin(kLanes, n - j - kLanes), hi);
       }
   }
   void along_rows(const Kept &kept, Range part) const {

@@ -7,7 +7,10 @@
 
 namespace {
 
-constexpr int64_t kBatchBytes = 4 << 20;  // of hidden activations kept between the two halves of an FFN
+constexpr int64_t kBatchBytes = 4 << 20;   // of inner activations kept at a time
+constexpr int64_t kSumsNear = 128 << 10;   // floats: sums that stay in a core's cache
+constexpr int64_t kMaxStripe = 4;
+constexpr int64_t kPackRows = 8;
 
 struct Plan {  // rows that keep each group: ids[start[g] .. start[g + 1])
   int64_t *start;
@@ -30,21 +33,58 @@ struct Plan {  // rows that keep each group: ids[start[g] .. start[g + 1])
   int64_t count(int64_t g) const { return start[g + 1] - start[g]; }
 };
 
-// Lines of the weights that a thread will pack next, asked for bit by bit while it multiplies.
-struct Ahead {
-  const char *base = nullptr;
-  int64_t stride = 0, rows = 0, lines = 0, next = 0, total = 0;
-  void set(const void *p, int64_t row_stride, int64_t n_rows, int64_t row_bytes) {
-    base = (const char *)p;
-    stride = row_stride;
-    rows = n_rows;
-    lines = ceil_div(row_bytes, 64);
-    next = 0;
-    total = rows * lines;
+// The groups that any row keeps, in order, cut into batches whose inner activations ([rows that keep it, row_size] for
+// each group) fit a limit. Batch b holds groups[begin[b] .. begin[b + 1]).
+struct Batches {
+  int64_t count, *groups, *begin, *offset, limit, row_size;
+  void reserve(Scratch &s, int64_t n_groups, int64_t rows, int64_t size, int64_t most) {
+    row_size = size;
+    limit = imax(most, rows * size);
+    groups = s.get<int64_t>(n_groups);
+    begin = s.get<int64_t>(n_groups + 1);
+    offset = s.get<int64_t>(n_groups);
   }
-  void ask(int64_t count) {
-    for (int64_t end = imin(total, next + count); next < end; next++)
-      __builtin_prefetch(base + next / lines * stride + next % lines * 64, 0, 2);
+  void build(const Plan &plan, int64_t n_groups) {
+    int64_t kept = 0, used = 0;
+    count = 0;
+    for (int64_t g = 0; g < n_groups; g++) {
+      int64_t need = plan.count(g) * row_size;
+      if (!need) continue;
+      if (kept == 0 || used + need > limit) {
+        begin[count++] = kept;
+        used = 0;
+      }
+      offset[kept] = used;
+      groups[kept++] = g;
+      used += need;
+    }
+    if (kept == 0) begin[count++] = 0;  // one empty batch, which still writes the output
+    begin[count] = kept;
+  }
+};
+
+// Weights that a thread will pack next, asked for from memory line by line while it multiplies.
+struct Ahead {
+  const char *row = nullptr;
+  int64_t stride = 0, rows = 0, bytes = 0, at = 0, per_tile = 0;
+
+  template <class T> void want(const T *w, int64_t ldw, int64_t n_rows, int64_t n, int64_t tiles) {
+    row = (const char *)w;
+    stride = ldw * (int64_t)sizeof(T);
+    rows = n_rows;
+    bytes = n * (int64_t)sizeof(T);
+    at = 0;
+    per_tile = ceil_div(n_rows * ceil_div(bytes, 64), imax(tiles, 1));
+  }
+  void ask() {
+    for (int64_t i = 0; rows > 0 && i < per_tile; i++) {
+      __builtin_prefetch(row + at, 0, 2);
+      at += 64;
+      if (at < bytes) continue;
+      at = 0;
+      row += stride;
+      rows--;
+    }
   }
 };
 
@@ -60,6 +100,7 @@ template <class T> struct ManyIn {  // x -> the columns of a group: [act(gate)] 
 
   int64_t width() const { return gate ? kNr / 2 : kNr; }  // columns per panel
   int64_t panels() const { return ceil_div(size, width()); }
+  int64_t column(int64_t piece) const { return piece % panels() * width(); }  // of a panel within its group
 
   void pack(int64_t column, int64_t n, int64_t k, int64_t depth, float *panel) const {
     for (int v = 0; v < kNv; v++) {
@@ -71,16 +112,26 @@ template <class T> struct ManyIn {  // x -> the columns of a group: [act(gate)] 
     }
   }
 
-  // finish(i, lane vector index v, gate, up) is called for every kept row i and vector of the panel
+  // finish(i, at, lanes, gate, up) is called for every kept row i and vector of the panel; after: the column of the panel
+  // that this thread will do next, or -1
   template <class Finish>
-  void run(int64_t column, int64_t n, const int32_t *ids, int64_t rows, float *panel, float *sums,
+  void run(int64_t column, int64_t n, int64_t after, const int32_t *ids, int64_t rows, float *panel, float *sums,
            const Finish &finish) const {
+    Ahead first, second;
     const int vectors = gate ? kNv / 2 : kNv;
     for (int64_t k = 0; k < inputs; k += kInputBlock) {
       int64_t depth = imin(kInputBlock, inputs - k);
       bool last = k + depth == inputs;
       pack(column, n, k, depth, panel);
+      int64_t next_column = last ? after : column, next_k = last ? 0 : k + depth, tiles = ceil_div(rows, kMr);
+      if (next_column >= 0) {
+        int64_t next_depth = imin(kInputBlock, inputs - next_k);
+        if (gate) first.want(gate + next_column * ldgate + next_k, ldgate, n, next_depth, tiles);
+        second.want(up + next_column * ldup + next_k, ldup, n, next_depth, tiles);
+      }
       for (int64_t i = 0; i < rows; i += kMr) {
+        first.ask();
+        second.ask();
         const A *a[kMr];
         float *c[kMr];
         int64_t some = imin(kMr, rows - i);
@@ -116,33 +167,70 @@ template <class T> struct ManyOut {  // sums[panel][row] += h[group] . w[group]
   float *sums;  // [panels, rows, kNr]
 
   int64_t panels() const { return ceil_div(outputs, kNr); }
-  void pack(int64_t g, int64_t column, float *panel) const {
-    for (int v = 0; v < kNv; v++) {
-      int64_t at = column + v * kLanes, n = imin(imax(outputs - at, 0), kLanes);
-      if (input_major) {
-        pack_columns(n > 0 ? w + g * size * ldw + at : w, n > 0 ? ldw : 0, n, size, panel + v * kLanes);
-      } else {
-        pack_rows(n > 0 ? w + at * ldw + g * size : w, ldw, n, size, panel + v * kLanes);
+  // Panels that a thread takes together: a weight row is then read in pieces worth a page walk, and the sums of all
+  // rows still fit a core's cache.
+  int64_t stripe() const { return imin(imax(kSumsNear / (rows * kNr), 1), kMaxStripe); }
+  int64_t stripes() const { return ceil_div(panels(), stripe()); }
+  static int64_t scratch(int64_t size) { return kMaxStripe * (size + 1) * kNr; }
+
+  void pack(int64_t g, int64_t column, int64_t count, float *panel) const {
+    if (input_major) {  // a pair of rows at a time, so that each is read once from end to end
+      for (int64_t k = 0; k < size; k += kPackRows)
+        for (int64_t i = 0; i < count * kNr; i += kLanes) {
+          int64_t at = column + i, n = imin(imax(outputs - at, 0), kLanes), depth = imin(kPackRows, size - k);
+          float *to = panel + i / kNr * units * kNr + k / Packed<T>::per * kNr + i % kNr;
+          pack_columns(n > 0 ? w + (g * size + k) * ldw + at : w, n > 0 ? ldw : 0, n, depth, to);
+        }
+      return;
+    }
+    for (int64_t i = 0; i < count * kNr; i += kLanes) {
+      int64_t at = column + i, n = imin(imax(outputs - at, 0), kLanes);
+      pack_rows(n > 0 ? w + at * ldw + g * size : w, ldw, n, size, panel + i / kNr * units * kNr + i % kNr);
+    }
+  }
+  // next: the group that comes after g, or -1
+  void add(int64_t stripe_at, int64_t g, int64_t next, const A *h, const int32_t *ids, int64_t count,
+           float *panel) const {
+    int64_t first = stripe_at * stripe(), some_panels = imin(stripe(), panels() - first), column = first * kNr;
+    Ahead ahead;
+    pack(g, column, some_panels, panel);
+    if (next >= 0 && input_major)
+      ahead.want(w + next * size * ldw + column, ldw, size, imin(some_panels * kNr, outputs - column),
+                 some_panels * ceil_div(count, kMr));
+    for (int64_t p = 0; p < some_panels; p++) {
+      float *base = sums + (first + p) * rows * kNr;
+      for (int64_t i = 0; i < count; i += kMr) {
+        const A *a[kMr];
+        float *c[kMr];
+        int64_t some = imin(kMr, count - i);
+        for (int64_t r = 0; r < some; r++) {
+          a[r] = h + (i + r) * units * Packed<T>::per;
+          c[r] = base + ids[i + r] * kNr;
+        }
+        ahead.ask();
+        tile_of(some, a, panel + p * units * kNr, units, c, false);
       }
     }
   }
-  void add(int64_t p, int64_t g, const A *h, const int32_t *ids, int64_t count, float *panel) const {
-    if (!count) return;
-    pack(g, p * kNr, panel);
-    float *base = sums + p * rows * kNr;
-    for (int64_t i = 0; i < count; i += kMr) {
-      const A *a[kMr];
-      float *c[kMr];
-      int64_t some = imin(kMr, count - i);
-      for (int64_t r = 0; r < some; r++) {
-        a[r] = h + (i + r) * units * Packed<T>::per;
-        c[r] = base + ids[i + r] * kNr;
+  // All stripes of one batch of groups.
+  void run(const Batches &batches, int64_t b, const Plan &plan, const A *h, Queue &queue, float *panel) const {
+    for (int64_t p = queue.take(); p < stripes(); p = queue.take()) {
+      if (b == 0) clear(p);
+      for (int64_t i = batches.begin[b]; i < batches.begin[b + 1]; i++) {
+        int64_t g = batches.groups[i], next = i + 1 < batches.begin[b + 1] ? batches.groups[i + 1] : -1;
+        add(p, g, next, h + batches.offset[i], plan.ids + plan.start[g], plan.count(g), panel);
       }
-      tile_of(some, a, panel, units, c, false);
+      if (b + 1 == batches.count) finish(p);
     }
   }
-  void clear(int64_t p) const { memset(sums + p * rows * kNr, 0, (size_t)(rows * kNr) * sizeof(float)); }
-  void finish(int64_t p) const {
+  void clear(int64_t stripe_at) const {
+    int64_t first = stripe_at * stripe(), count = imin(stripe(), panels() - first);
+    memset(sums + first * rows * kNr, 0, (size_t)(count * rows * kNr) * sizeof(float));
+  }
+  void finish(int64_t stripe_at) const {
+    for (int64_t p = stripe_at * stripe(); p < imin((stripe_at + 1) * stripe(), panels()); p++) finish_panel(p);
+  }
+  void finish_panel(int64_t p) const {
     for (int64_t m = 0; m < rows; m++)
       for (int64_t j = p * kNr; j < imin((p + 1) * kNr, outputs); j += kLanes) {
         int64_t lanes = imin(kLanes, outputs - j);

@@ -84,9 +84,10 @@ template <> struct Pair<bf16> {
 };
 #endif
 
-// acc[r][c] += w[r] . x[c] over n inputs
+// acc[r][c] += w[r] . x[c] over n inputs; meanwhile asks memory for the n inputs at ahead[0] and ahead[1]
 template <class T, int R, int C>
-WIDE_INLINE void dot_tile(const T *const *w, const T *const *x, int64_t n, vf (&acc)[R][C]) {
+WIDE_INLINE void dot_tile(const T *const *w, const T *const *x, int64_t n, vf (&acc)[R][C],
+                          const T *const *ahead = nullptr) {
   typedef Dot<T> D;
   const T *wp[R], *xp[C];
   for (int r = 0; r < R; r++) wp[r] = w[r];
@@ -94,6 +95,10 @@ WIDE_INLINE void dot_tile(const T *const *w, const T *const *x, int64_t n, vf (&
   int64_t i = 0;
   for (; i + D::step <= n; i += D::step) {
     typename D::reg xv[C];
+    if (ahead) {
+      __builtin_prefetch(ahead[0] + i);
+      __builtin_prefetch(ahead[1] + i);
+    }
     for (int c = 0; c < C; c++) xv[c] = D::get(xp[c] + i);
     for (int r = 0; r < R; r++) {
       typename D::reg wv = D::get(wp[r] + i);
@@ -109,12 +114,17 @@ WIDE_INLINE void dot_tile(const T *const *w, const T *const *x, int64_t n, vf (&
 }
 
 template <class T, int C>
-static void dot_columns(const T *w, int64_t ldw, int64_t nw, const T *const *x, int64_t n, float *out, int64_t ldout) {
+static void dot_columns(const T *w, int64_t ldw, int64_t nw, const T *const *x, int64_t n, float *out, int64_t ldout,
+                        const T *const *ahead) {
   int64_t r = 0;
   for (; r + 4 <= nw; r += 4) {
     const T *wp[4] = {w + r * ldw, w + (r + 1) * ldw, w + (r + 2) * ldw, w + (r + 3) * ldw};
     vf acc[4][C] = {};
-    dot_tile<T, 4, C>(wp, x, n, acc);
+    if (ahead) {
+      dot_tile<T, 4, C>(wp, x, n, acc, ahead);
+    } else {
+      dot_tile<T, 4, C>(wp, x, n, acc);
+    }
     for (int c = 0; c < C; c++) {
       f4 y = sum_each(acc[0][c], acc[1][c], acc[2][c], acc[3][c]);
       memcpy(out + c * ldout + r, &y, sizeof y);
@@ -128,27 +138,44 @@ static void dot_columns(const T *w, int64_t ldw, int64_t nw, const T *const *x, 
   }
 }
 
-// out[c * ldout + r] = w[r] . x[c] for nw weight rows and nx rows of x
+// out[c * ldout + r] = w[r] . x[c] for nw weight rows and nx rows of x; next: weight rows that are wanted after these
 template <class T>
 static void dot_rows(const T *w, int64_t ldw, int64_t nw, const T *const *x, int64_t nx, int64_t n, float *out,
-                     int64_t ldout) {
-  // A few weight rows at a time, so that they stay in the first cache for all rows of x.
-  int64_t block = nx <= kDotRows ? nw : 4;
-  for (int64_t r = 0; r < nw; r += block) {
-    int64_t rows = imin(block, nw - r);
+                     int64_t ldout, const T *next = nullptr) {
+  if (nx <= kDotRows) {  // one pass: the hardware foresees it
+    if (nx == kDotRows) return dot_columns<T, kDotRows>(w, ldw, nw, x, n, out, ldout, nullptr);
     int64_t c = 0;
-    for (; c + kDotRows <= nx; c += kDotRows)
-      dot_columns<T, kDotRows>(w + r * ldw, ldw, rows, x + c, n, out + c * ldout + r, ldout);
-    for (; c + 2 <= nx; c += 2) dot_columns<T, 2>(w + r * ldw, ldw, rows, x + c, n, out + c * ldout + r, ldout);
-    if (c < nx) dot_columns<T, 1>(w + r * ldw, ldw, rows, x + c, n, out + c * ldout + r, ldout);
+    for (; c + 2 <= nx; c += 2) dot_columns<T, 2>(w, ldw, nw, x + c, n, out + c * ldout, ldout, nullptr);
+    if (c < nx) dot_columns<T, 1>(w, ldw, nw, x + c, n, out + c * ldout, ldout, nullptr);
+    return;
+  }
+  // Four weight rows at a time stay in the first cache for all rows of x, while the next four are on their way.
+  int64_t tiles = ceil_div(nx, kDotRows);
+  for (int64_t r = 0; r < nw; r += 4) {
+    int64_t rows = imin(4, nw - r);
+    const T *after = r + 4 < nw ? w + (r + 4) * ldw : next;
+    for (int64_t t = 0; t < tiles; t++) {
+      int64_t c = t * kDotRows, wanted = 4 * t / tiles, wanted_end = 4 * (t + 1) / tiles;
+      const T *ahead[2] = {after + wanted * ldw, after + imax(wanted_end - 1, wanted) * ldw};
+      const T *const *pa = after && wanted_end > wanted ? ahead : nullptr;
+      const T *from = w + r * ldw;
+      float *to = out + c * ldout + r;
+      if (c + kDotRows <= nx) {
+        dot_columns<T, kDotRows>(from, ldw, rows, x + c, n, to, ldout, pa);
+        continue;
+      }
+      for (; c + 2 <= nx; c += 2, to += 2 * ldout) dot_columns<T, 2>(from, ldw, rows, x + c, n, to, ldout, pa);
+      if (c < nx) dot_columns<T, 1>(from, ldw, rows, x + c, n, to, ldout, pa);
+    }
   }
 }
 
 template <class T, int P>
 static void pairs_into(const T *w, int64_t ldw, const T *const *h, int64_t f, float *const *y, int64_t nx,
-                       int64_t cols) {
+                       int64_t cols, const T *ahead) {
   for (int64_t j = 0; j < cols; j += kPairCols) {
     Pair<T> pair[P];
+    for (int p = 0; ahead && p < 2 * P; p++) __builtin_prefetch(ahead + p * ldw + j);
     if (j + kPairCols <= cols) {
       for (int p = 0; p < P; p++) pair[p] = Pair<T>::get(w + 2 * p * ldw + j, w + (2 * p + 1) * ldw + j);
     } else {
@@ -164,14 +191,18 @@ static void pairs_into(const T *w, int64_t ldw, const T *const *h, int64_t f, fl
   }
 }
 
-// y[m][j] += sum over f < nf of h[m][f] * w[f][j] for j < cols; y in the order of Pair, padded to kPairCols
+// y[m][j] += sum over f < nf of h[m][f] * w[f][j] for j < cols; y in the order of Pair, padded to kPairCols; next: the
+// weight rows that are wanted after these
 template <class T>
 static void sum_rows(const T *w, int64_t ldw, int64_t nf, const T *const *h, float *const *y, int64_t nx,
-                     int64_t cols) {
+                     int64_t cols, const T *next = nullptr) {
   constexpr int P = Pair<T>::batch;
   int64_t f = 0;
-  for (; f + 2 * P <= nf; f += 2 * P) pairs_into<T, P>(w + f * ldw, ldw, h, f, y, nx, cols);
-  for (; f + 2 <= nf; f += 2) pairs_into<T, 1>(w + f * ldw, ldw, h, f, y, nx, cols);
+  for (; f + 2 * P <= nf; f += 2 * P) {
+    const T *now = w + f * ldw;
+    pairs_into<T, P>(now, ldw, h, f, y, nx, cols, f + 4 * P <= nf ? now + 2 * P * ldw : next);
+  }
+  for (; f + 2 <= nf; f += 2) pairs_into<T, 1>(w + f * ldw, ldw, h, f, y, nx, cols, nullptr);
   if (f < nf) {
     for (int64_t j = 0; j < cols; j += kPairCols) {
       Pair<T> pair = Pair<T>::getn(w + f * ldw + j, nullptr, imin(kPairCols, cols - j));

@@ -1,0 +1,194 @@
+"""Times of more than one op: a whole decoder layer at decode, an attention step over a long cache, and the routers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+
+from widellm.bench.cases import Call, ModelShape, native_ready, random_router
+from widellm.bench.masks import random_mask
+from widellm.bench.rows import OpRow
+from widellm.kernels import cpu
+from widellm.kernels.cost_table import noise
+from widellm.kernels.fused import FusedLayer
+from widellm.kernels.timing import Timing, alternate
+from widellm.routing.router import Router
+
+STEP_KEYS = 4096
+LAYER_KEYS = 1024
+
+
+class _Layer:
+    """Random weights of one layer, row-major for torch and input-major (o, down) for the native kernels."""
+
+    def __init__(self, s: ModelShape, dtype: torch.dtype) -> None:
+        self.s, self.dtype = s, dtype
+        heads, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+        self.q, self.k, self.v = (noise(n, s.hidden, dtype=dtype) for n in (heads, kv, kv))
+        self.o = noise(s.hidden, heads, dtype=dtype)
+        self.gate, self.up = (noise(s.inner, s.hidden, dtype=dtype) for _ in range(2))
+        self.down = noise(s.hidden, s.inner, dtype=dtype)
+        self.norm = torch.ones(s.hidden, dtype=dtype)
+        self.o_in, self.down_in = self.o.t().contiguous().t(), self.down.t().contiguous().t()
+
+    def cache(self, batch: int, keys: int) -> tuple[Tensor, Tensor]:
+        s = self.s
+        k, v = (noise(batch, s.kv_heads, keys, s.head_dim, dtype=self.dtype, scale=1.0) for _ in range(2))
+        return k, v
+
+    def attention_linears(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Torch's way: x [B, D] -> [B, D]; the new keys and values are made, the cache is read as it is."""
+        s, batch = self.s, x.shape[0]
+        q = linear(x, self.q).view(batch, s.heads, 1, s.head_dim)
+        linear(x, self.k), linear(x, self.v)
+        out = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return linear(out.reshape(batch, -1), self.o)
+
+    def torch_call(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The whole layer in torch, without rotary embedding."""
+        x = x + self.attention_linears(rms_norm(x, (self.s.hidden,), self.norm), k, v)
+        h = rms_norm(x, (self.s.hidden,), self.norm)
+        return x + linear(silu(linear(h, self.gate)).mul_(linear(h, self.up)), self.down)
+
+    def fused(self, routers: tuple[Router, Router]) -> FusedLayer:
+        native = [cpu.Router(r.down.detach(), r.up.detach(), r.bias.detach(), 0.0) for r in routers]
+        return FusedLayer.bind(
+            attn_norm=self.norm,
+            ffn_norm=self.norm,
+            w_q=self.q,
+            w_k=self.k,
+            w_v=self.v,
+            w_o=self.o_in,
+            w_gate=self.gate,
+            w_up=self.up,
+            w_down=self.down_in,
+            head_dim=self.s.head_dim,
+            act="silu",
+            attn_eps=1e-5,
+            ffn_eps=1e-5,
+            attn_router=native[0],
+            ffn_router=native[1],
+        )
+
+
+def _row(
+    op: str, s: ModelShape, sizes: str, rows: int, density: float, masks: str, took: Timing, dense: dict[str, Timing]
+) -> OpRow:
+    best = min(dense, key=lambda name: dense[name].ms)
+    return OpRow(
+        op, s.name, sizes, rows, density, density, masks, "cpu", best, took.ms, dense[best].ms, took.spread,
+        dense[best].spread,
+    )  # fmt: skip
+
+
+def layer_rows(
+    s: ModelShape, dtype: torch.dtype, rows: Sequence[int], densities: Sequence[float], rounds: int
+) -> Iterator[OpRow]:
+    """One decoder layer at decode as the two native calls that models make, routers included; nothing without them.
+
+    All rows share a mask (for one row: a random one): the routers run, and their biases decide.
+    """
+    few = [m for m in rows if native_ready(dtype) and m <= cpu.few_rows()]
+    if not few:
+        return
+    layer = _Layer(s, dtype)
+    routers = (random_router(s.hidden, s.heads), random_router(s.hidden, s.inner // s.ffn_group))
+    for router in routers:
+        router.up.zero_()
+    for count in few:
+        x, (k, v) = noise(count, 1, s.hidden, dtype=dtype, scale=1.0), layer.cache(count, LAYER_KEYS)
+        calls: dict[str, Call] = {"torch": lambda x=x, k=k, v=v: layer.torch_call(x[:, 0], k, v)}  # type: ignore[misc]
+        for density in (None, *densities):
+            own = tuple(random_router(s.hidden, r.bias.numel()) for r in routers)
+            for router in own:
+                router.up.zero_()
+                if density is not None:
+                    router.bias.copy_(random_mask(1, router.bias.numel(), density)[0].float() - 0.5)
+            fused = layer.fused((own[0], own[1]))
+            fused.set_thresholds(*((None, None) if density is None else (0.0, 0.0)))
+            calls["cpu" if density is None else f"routed {density}"] = _step(fused, x, k, v)
+        times = alternate(calls, rounds)
+        dense = {name: times[name] for name in ("torch", "cpu")}
+        for density in densities:
+            masks = "random" if count == 1 else "shared"
+            took = times[f"routed {density}"]
+            yield _row("layer", s, f"{s.hidden} keys {LAYER_KEYS}", count, density, masks, took, dense)
+
+
+def _step(fused: FusedLayer, x: Tensor, k: Tensor, v: Tensor) -> Call:
+    def call() -> Tensor:
+        q, _, _, keep = fused.qkv(x, None, None)
+        return fused.rest(x, q, keep, k, v)[0]
+
+    return call
+
+
+def step_rows(
+    s: ModelShape, dtype: torch.dtype, rows: Sequence[int], densities: Sequence[float], rounds: int
+) -> Iterator[OpRow]:
+    """Router, q, k, v, attention over a cache of 4096 tokens, and o, for one row; nothing without native kernels."""
+    if not native_ready(dtype) or 1 not in rows:
+        return
+    layer, x = _Layer(s, dtype), noise(1, s.hidden, dtype=dtype, scale=1.0)
+    k, v = layer.cache(1, STEP_KEYS)
+    kt, vt = k.transpose(1, 2), v.transpose(1, 2)
+
+    def native(keep: Tensor, router: Router | None) -> Call:
+        def call() -> Tensor:
+            if router is not None:
+                _ = router(x) > 0.0
+            q = cpu.routed_in(x, layer.q, keep)
+            cpu.linear(x, layer.k), cpu.linear(x, layer.v)
+            out = cpu.routed_attention(q.view(1, 1, s.heads, s.head_dim), kt, vt, keep[None])
+            return cpu.routed_out(out.view(1, -1), layer.o_in, keep)
+
+        return call
+
+    router = random_router(s.hidden, s.heads)
+    calls: dict[str, Call] = {
+        "torch": lambda: layer.attention_linears(x, k, v),
+        "cpu": native(torch.ones(1, s.heads, dtype=torch.bool), None),
+    }
+    for density in densities:
+        calls[f"routed {density}"] = native(random_mask(1, s.heads, density), router)
+    times = alternate(calls, rounds)
+    dense = {name: times[name] for name in ("torch", "cpu")}
+    for density in densities:
+        took = times[f"routed {density}"]
+        yield _row("attention_step", s, f"H{s.heads} K{s.kv_heads} keys {STEP_KEYS}", 1, density, "random", took, dense)
+
+
+def router_rows(s: ModelShape, dtype: torch.dtype, rows: Sequence[int], rounds: int) -> Iterator[OpRow]:
+    """What routers that keep everything add to a layer: `ms` with them, `dense_ms` without.
+
+    Few rows: the native layer with and without. Many: the layer's linears in torch, and the routers' time on top.
+    """
+    layer = _Layer(s, dtype)
+    routers = (random_router(s.hidden, s.heads), random_router(s.hidden, s.inner // s.ffn_group))
+    for count in rows:
+        x = noise(count, s.hidden, dtype=dtype, scale=1.0)
+        if native_ready(dtype) and count <= cpu.few_rows():
+            k, v = layer.cache(count, LAYER_KEYS)
+            bare, full = layer.fused(routers), layer.fused(routers)
+            bare.set_thresholds(None, None)
+            full.set_thresholds(-1e30, -1e30)
+            calls = {"cpu": _step(bare, x[:, None], k, v), "with": _step(full, x[:, None], k, v)}
+            times = alternate(calls, max(rounds, 7))
+            yield _row("router", s, f"{s.hidden}", count, 1.0, "random", times["with"], {"cpu": times["cpu"]})
+            continue
+
+        def linears(x: Tensor = x) -> Tensor:
+            q = linear(x, layer.q)
+            linear(x, layer.k), linear(x, layer.v)
+            return linear(q, layer.o) + linear(silu(linear(x, layer.gate)).mul_(linear(x, layer.up)), layer.down)
+
+        def routing(x: Tensor = x) -> list[Tensor]:
+            return [router(x) > 0.0 for router in routers]
+
+        times = alternate({"torch": linears, "routers": routing}, rounds)
+        dense, extra = times["torch"], times["routers"]
+        both = Timing(dense.ms + extra.ms, dense.spread)
+        yield _row("router", s, f"{s.hidden}", count, 1.0, "random", both, {"torch": dense})
