@@ -52,7 +52,10 @@ def main() -> None:
         test = whole_text_windows(tokenizer, read_text(args.test), args.window, args.windows)
         start = time.perf_counter()
         calibration = calibrate(model, windows, Settings(seed=seed))
-        print(f"seed {seed}: calibrated in {time.perf_counter() - start:.0f} s, peak {peak_memory_gb():.2f} GB", flush=True)
+        print(
+            f"seed {seed}: calibrated in {time.perf_counter() - start:.0f} s, peak {peak_memory_gb():.2f} GB",
+            flush=True,
+        )
         print(f"  R^2 attention {calibration.attention_r_squared:.3f}, FFN {calibration.ffn_r_squared:.3f}", flush=True)
         for budget in args.budgets:
             set_budget(model, budget)
@@ -64,7 +67,15 @@ def main() -> None:
             speeds = measure(model, test[0][None], [1.0, *(b for b in args.budgets if b < 1.0)])
 
     table = Table(title=f"token perplexity, {args.windows} windows of {args.window}, {args.seeds} seed(s)")
-    for column in ("budget", "saved routable", "saved all layers", "attention sparsity", "FFN sparsity", "perplexity", "x"):
+    for column in (
+        "budget",
+        "saved routable",
+        "saved all layers",
+        "attention sparsity",
+        "FFN sparsity",
+        "perplexity",
+        "x",
+    ):
         table.add_column(column, justify="right")
     rows = []
     reference = statistics.mean(r.perplexity for r in results[max(args.budgets)])
@@ -74,9 +85,10 @@ def main() -> None:
         assert work is not None
         mean, spread = statistics.mean(values), statistics.pstdev(values)
         shown = f"{mean:.2f}" + (f" ± {spread:.2f}" if len(values) > 1 else "")
-        shares = (work.saved_routable, work.saved_all_layers, work.attention_sparsity, work.ffn_sparsity)
-        table.add_row(f"{budget:g}", *(f"{s:.1%}" for s in shares), shown, f"{mean / reference:.2f}")
-        rows.append({"budget": budget, "perplexity": values, "saved_routable": [r.work.saved_routable for r in found_all]})  # type: ignore[union-attr]
+        row = (work.saved_routable, work.saved_all_layers, work.attention_sparsity, work.ffn_sparsity)
+        table.add_row(f"{budget:g}", *(f"{s:.1%}" for s in row), shown, f"{mean / reference:.2f}")
+        saved = [r.work.saved_routable for r in found_all if r.work is not None]
+        rows.append({"budget": budget, "perplexity": values, "saved_routable": saved})
     Console(width=120).print(table)
     for speed in speeds:
         print(

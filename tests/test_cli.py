@@ -196,8 +196,9 @@ def test_nan_in_the_weights_is_named(run: Run, tiny_checkpoint: Build, tmp_path:
 
 
 def test_an_unknown_family_is_named(run: Run, tiny_checkpoint: Build, tmp_path: Path) -> None:
-    from tiny import tiny_tokenizer
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    from tiny import tiny_tokenizer
 
     config = GPTNeoXConfig(
         vocab_size=272, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64

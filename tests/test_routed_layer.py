@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from routing_helpers import route
 from tiny import CASES, SHAPES, tiny_model
-
 from widellm.kernels import cpu
 from widellm.modeling.attach import set_backend, set_budget, width_of
 from widellm.modeling.routed_layer import RoutedLayer
