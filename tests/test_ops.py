@@ -164,3 +164,13 @@ def test_a_row_does_not_depend_on_its_batch_mates(name: str, m: int) -> None:
         assert torch.equal(full[3], mixed[3])
     else:
         close(full[3], mixed[3])
+
+
+@pytest.mark.requirement("R38")
+def test_auto_takes_a_layout_that_the_native_library_does_not_and_a_named_backend_raises() -> None:
+    skip_unless_it_runs("cpu")
+    x, keep = torch.randn(3, 8), torch.rand(3, 3) < 0.5
+    w = torch.randn(12, 16)[:, ::2]  # rows with gaps between their numbers
+    close(registry.routed_in(x, w, keep), reference.routed_in(x, w, keep))
+    with pytest.raises(BackendError, match="contiguous"):
+        registry.routed_in(x, w, keep, backend="cpu")

@@ -271,3 +271,17 @@ def test_fuzz(
     act = ACTS[seed % 4]
     got = cpu.routed_ffn(t["x"], t["gate"], t["up"], t["down"], t["keep"], act, *t["biases"], isa=isa)
     close(got, dumb_ffn(t["x"], t["gate"], t["up"], t["down"], t["keep"], act, t["biases"]), dtype)
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("act", ACTS)
+def test_nan_is_passed_on_and_stays_in_its_row(rows: int, act: str) -> None:
+    t = make(rows, 48, 60, 5, torch.bfloat16, input_major=True, density=1.0)
+    t["x"][1, 7] = math.nan
+    got = cpu.routed_ffn(t["x"], t["gate"], t["up"], t["down"], t["keep"], act)
+    assert got[1].isnan().all() and not got[[i for i in range(rows) if i != 1]].isnan().any()
+    q = torch.randn(1, rows, 2, 8)
+    k = q.clone()
+    q[0, 1, 0, 3] = math.nan
+    got = cpu.routed_attention(q, k, k, torch.ones(1, rows, 2, dtype=torch.bool))
+    assert got[0, 1, 0].isnan().all() and not got[0, :, 1].isnan().any() and not got[0, 2:].isnan().any()

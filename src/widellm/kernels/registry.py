@@ -11,6 +11,7 @@ What each computes is written in `reference.py`. A backend changes the time and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -45,11 +46,19 @@ def check_backend(name: str) -> str:
 
 def _backend(name: str, op: str, x: Tensor, keep: Tensor, width: int) -> Callable[..., Tensor]:
     if name == "auto":
-        name = dispatch.choose(op, x, keep, width)
-    elif name not in BACKENDS or (name == "cpu" and not cpu.availability()[0]):
+        return partial(_auto, dispatch.choose(op, x, keep, width), op)
+    if name not in BACKENDS or (name == "cpu" and not cpu.availability()[0]):
         check_backend(name)
     backend: Callable[..., Tensor] = getattr(BACKENDS[name], op)
     return backend
+
+
+def _auto(name: str, op: str, *args: object) -> Tensor:
+    """Run what dispatch chose by sizes; it cannot see a weight's layout, and the native library does not take all."""
+    try:
+        return getattr(BACKENDS[name], op)(*args)
+    except BackendError:
+        return getattr(masked, op)(*args)
 
 
 def _check(op: str, keep: Tensor, rows: int, size: int) -> None:

@@ -17,9 +17,6 @@ enum { WIDELLM_MASK_NONE = 0, WIDELLM_MASK_BOOL = 1, WIDELLM_MASK_F32 = 2, WIDEL
 
 // Up to this many rows the kernels read each weight once and keep all rows at hand; beyond, they gather rows and
 // pack weights (see gemm.h). Python reads the number through widellm_few_rows().
-#ifndef WIDELLM_FEW
-#define WIDELLM_FEW 32
-#endif
 constexpr int64_t kFewRows = 32;
 
 struct WideRouter {       // logits = up(act(down(x))) + bias in float32; keep where logits > threshold

@@ -21,6 +21,7 @@
 // Bump allocation from blocks. A call that needs more than the last block leaves several; the next call replaces them
 // by one that is large enough, so that a steady state allocates nothing and touches the same pages again.
 constexpr size_t kHugePage = 2 << 20;
+constexpr size_t kKeptBytes = 128 << 20;  // a call that needed more gives it back
 #if defined(__SANITIZE_ADDRESS__)
 constexpr bool kGuarded = true;  // a block of its own for every piece, so that the sanitizer sees where it ends
 #else
@@ -39,11 +40,15 @@ struct WideArena {
     for (Block &b : blocks) free(b.data);
     blocks.clear();
   }
+  size_t size() const {
+    size_t total = 0;
+    for (const Block &b : blocks) total += b.size;
+    return total;
+  }
   void begin() {
     if (kGuarded) return release();
     if (blocks.size() > 1) {
-      size_t total = 0;
-      for (const Block &b : blocks) total += b.size;
+      size_t total = size();
       release();
       add(total);
     }
@@ -96,7 +101,9 @@ template <class Call> int64_t with_ops(const WideRun &run, const Call &call) {
   const WideOps *ops = ops_of(run.level);
   if (!ops) return WIDELLM_NO_LEVEL;
   scratch.begin();
-  return call(*ops, &scratch);
+  int64_t code = call(*ops, &scratch);
+  if (scratch.size() > kKeptBytes) scratch.release();
+  return code;
 }
 
 }  // namespace

@@ -60,7 +60,11 @@ static inline void softmax_step(float *scores, int64_t n, float block_max, float
   float new_max = block_max > running_max ? block_max : running_max;
   int64_t padded = round_up(n, kLanes);
   if (new_max == kMinusInf) {
-    for (int64_t j = 0; j < padded; j += kLanes) store(p + j, vf{});
+    for (int64_t j = 0; j < padded; j += kLanes) {  // nothing is seen; a NaN must not pass for that
+      vf s = load(scores + j), e = s != s ? s : vf{};
+      running_sum += sum(e);
+      store(p + j, e);
+    }
     return;
   }
   vf total = {};

@@ -60,8 +60,9 @@ template <class T> static int64_t ffn_many(const WideFfn &f, WideArena *arena) {
                    vf y = rounded<T>(gated<T>(gate, up, f.gate != nullptr, f.act));
                    storen(to + row * batches.row_size + j, y, lanes);
                  });
-          for (int64_t row = 0; at + n == size && row < plan.count(g); row++)
-            for (int64_t j = size; j < batches.row_size; j++) memset((void *)(to - at + row * batches.row_size + j), 0, sizeof(A));
+          int64_t padding = at + n == size ? batches.row_size - size : 0;
+          for (int64_t row = 0; padding && row < plan.count(g); row++)
+            memset((void *)(to + n + row * batches.row_size), 0, (size_t)padding * sizeof(A));
         }
         team.barrier();
         out.run(batches, b, plan, h, queues[2 * b + 1], panel);

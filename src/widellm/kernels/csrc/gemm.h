@@ -15,7 +15,7 @@ constexpr int kNv = 2, kMr = 6;
 constexpr int kNv = 2, kMr = 4;
 #endif
 constexpr int kNr = kNv * kLanes;
-constexpr int64_t kInputBlock = 1024;  // inputs per panel: 128 KiB of it, half of them at most in a core's cache
+constexpr int64_t kInputBlock = 1024;  // inputs per panel, which then takes 128 KiB of a core's cache (bf16)
 constexpr int64_t kRowBlock = 1024;    // rows per pass, so that scratch does not grow with the prompt
 
 template <class T> struct Packed {  // what the left operand is made of

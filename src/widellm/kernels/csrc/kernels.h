@@ -11,13 +11,13 @@ namespace {
   ((args)->run.dtype == WIDELLM_BF16 ? function<bf16>(*(args), arena) : function<float>(*(args), arena))
 
 static int64_t ops_ffn(const WideFfn *f, WideArena *arena) {
-  return f->rows <= WIDELLM_FEW ? WIDELLM_BY_DTYPE(ffn_few, f, arena) : WIDELLM_BY_DTYPE(ffn_many, f, arena);
+  return f->rows <= kFewRows ? WIDELLM_BY_DTYPE(ffn_few, f, arena) : WIDELLM_BY_DTYPE(ffn_many, f, arena);
 }
 static int64_t ops_in(const WideIn *f, WideArena *arena) {
-  return f->rows <= WIDELLM_FEW ? WIDELLM_BY_DTYPE(in_few, f, arena) : WIDELLM_BY_DTYPE(in_many, f, arena);
+  return f->rows <= kFewRows ? WIDELLM_BY_DTYPE(in_few, f, arena) : WIDELLM_BY_DTYPE(in_many, f, arena);
 }
 static int64_t ops_out(const WideOut *f, WideArena *arena) {
-  return f->rows <= WIDELLM_FEW ? WIDELLM_BY_DTYPE(out_few, f, arena) : WIDELLM_BY_DTYPE(out_many, f, arena);
+  return f->rows <= kFewRows ? WIDELLM_BY_DTYPE(out_few, f, arena) : WIDELLM_BY_DTYPE(out_many, f, arena);
 }
 static int64_t ops_attention(const WideAttention *a, WideArena *arena) {
   bool few = a->queries <= kFewQueries;

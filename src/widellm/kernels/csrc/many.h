@@ -112,8 +112,8 @@ template <class T> struct ManyIn {  // x -> the columns of a group: [act(gate)] 
     }
   }
 
-  // finish(i, at, lanes, gate, up) is called for every kept row i and vector of the panel; after: the column of the panel
-  // that this thread will do next, or -1
+  // finish(i, at, lanes, gate, up) is called for every kept row i and vector of the panel; after: the column of the
+  // panel that this thread will do next, or -1
   template <class Finish>
   void run(int64_t column, int64_t n, int64_t after, const int32_t *ids, int64_t rows, float *panel, float *sums,
            const Finish &finish) const {

@@ -9,8 +9,8 @@
 
 namespace {
 
-// Threads meet here. OpenMP's own barrier spins for milliseconds before it sleeps, which is ruinous when another program
-// has one of the cores; this one gives its core away after some microseconds.
+// Threads meet here. OpenMP's own barrier spins for milliseconds before it sleeps, which is ruinous when another
+// program has one of the cores; this one gives its core away after some microseconds.
 struct Meeting {
   alignas(64) int64_t arrived = 0;
   alignas(64) int64_t round = 0;

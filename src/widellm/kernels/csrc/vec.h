@@ -5,6 +5,11 @@
 #include <string.h>
 
 #define WIDE_INLINE static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define WIDE_SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+#define WIDE_SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, i4{i, j, k, l})
+#endif
 
 namespace {
 
@@ -23,6 +28,7 @@ typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));
 typedef float f4 __attribute__((vector_size(16)));
+typedef int32_t i4 __attribute__((vector_size(16)));
 
 WIDE_INLINE int64_t imin(int64_t a, int64_t b) { return a < b ? a : b; }
 WIDE_INLINE int64_t imax(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -32,8 +38,8 @@ WIDE_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; 
 WIDE_INLINE vf vset(float a) { return a - vf{}; }
 WIDE_INLINE vf load(const float *p) { vf r; memcpy(&r, p, sizeof r); return r; }
 WIDE_INLINE void store(float *p, vf a) { memcpy(p, &a, sizeof a); }
-WIDE_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
-WIDE_INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+WIDE_INLINE vf vmax(vf a, vf b) { return b > a ? b : a; }  // a NaN in a stays, one in b is passed over
+WIDE_INLINE vf vmin(vf a, vf b) { return b < a ? b : a; }
 
 WIDE_INLINE vf load(const bf16 *p) {
   vh h;
@@ -105,11 +111,10 @@ WIDE_INLINE f4 fold4(vf a) {
 }
 
 WIDE_INLINE f4 sum_each(vf a, vf b, vf c, vf d) {  // {sum a, sum b, sum c, sum d}
-  typedef int32_t i4 __attribute__((vector_size(16)));
   f4 p = fold4(a), q = fold4(b), r = fold4(c), s = fold4(d);
-  f4 pq = __builtin_shuffle(p, q, i4{0, 4, 1, 5}) + __builtin_shuffle(p, q, i4{2, 6, 3, 7});
-  f4 rs = __builtin_shuffle(r, s, i4{0, 4, 1, 5}) + __builtin_shuffle(r, s, i4{2, 6, 3, 7});
-  return __builtin_shuffle(pq, rs, i4{0, 1, 4, 5}) + __builtin_shuffle(pq, rs, i4{2, 3, 6, 7});
+  f4 pq = WIDE_SHUFFLE(p, q, 0, 4, 1, 5) + WIDE_SHUFFLE(p, q, 2, 6, 3, 7);
+  f4 rs = WIDE_SHUFFLE(r, s, 0, 4, 1, 5) + WIDE_SHUFFLE(r, s, 2, 6, 3, 7);
+  return WIDE_SHUFFLE(pq, rs, 0, 1, 4, 5) + WIDE_SHUFFLE(pq, rs, 2, 3, 6, 7);
 }
 WIDE_INLINE float sum(vf a) { return sum_each(a, vf{}, vf{}, vf{})[0]; }
 WIDE_INLINE float max_of(vf a) {
@@ -120,7 +125,7 @@ WIDE_INLINE float max_of(vf a) {
   return best;
 }
 
-WIDE_INLINE vf vexp(vf x) {  // relative error below 2e-7; 0 below -87.3, finite above 88
+WIDE_INLINE vf vexp(vf x) {  // relative error below 2e-7; 0 below -87.3, finite above 88; NaN stays NaN
   vf given = x;
   x = vmin(vmax(x, vset(-87.3f)), vset(88.3f));
   vf shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the rounded power of two sits in the low bits
