@@ -288,9 +288,10 @@ def test_the_command_writes_its_rows(tiny_shape: None, tmp_path: Path, routed_di
     result = CliRunner().invoke(app, arguments)
     assert result.exception is None, result.output
     written = json.loads(file.read_text())
-    assert {r["masks"] for r in written["rows"]} == {"random", "shared", "learned"}
-    assert {"rows", "notes", "dtype", "threads", "machine", "dispatch", "versions"} == set(written)
-    assert written["machine"]["cpu"] and written["versions"]["torch"]
+    about, *rows = written
+    assert {r["masks"] for r in rows} == {"random", "shared", "learned"}
+    assert {"kind", "notes", "dtype", "threads", "machine", "dispatch", "versions"} == set(about)
+    assert about["kind"] == "run" and about["machine"]["cpu"] and about["versions"]["torch"]
 
 
 def test_doctor_explains_a_directory(routed_directory: Path, tmp_path: Path) -> None:

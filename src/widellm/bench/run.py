@@ -50,11 +50,15 @@ class BenchResult:
     notes: list[str] = field(default_factory=list)
     dtype: str = "bfloat16"
 
-    def to_json(self) -> dict[str, Any]:
-        """{"rows": [...], "notes": [...], "machine": ..., "versions": ...}; docs/bench.md lists the keys."""
+    def to_json(self) -> list[dict[str, Any]]:
+        """All rows, and one of kind "run" that says what they were measured on; docs/bench.md lists the keys."""
+        return [self.about(), *(row.to_json() for row in self.ops), *(row.to_json() for row in self.models)]
+
+    def about(self) -> dict[str, Any]:
+        """The row of kind "run"."""
         _, why = dispatch.table_state()
         return {
-            "rows": [row.to_json() for row in self.ops] + [row.to_json() for row in self.models],
+            "kind": "run",
             "notes": self.notes,
             "dtype": self.dtype,
             "threads": torch.get_num_threads(),

@@ -137,9 +137,9 @@ def table(result: Any) -> None:
                 f"{r.peak_memory_gb:.2f}",
             )  # fmt: skip
         console.print(found)
-    machine = result.to_json()["machine"]
+    machine = result.about()["machine"]
     about = f"{machine['cpu']}, {machine['threads']} threads, {machine['instructions']}; torch {machine['torch']}"
-    console.print(f"Medians. {about}; dispatch by {result.to_json()['dispatch']}.", markup=False)
+    console.print(f"Medians. {about}; dispatch by {result.about()['dispatch']}.", markup=False)
     for note in result.notes:
         console.print(f"note: {note}", markup=False)
 
