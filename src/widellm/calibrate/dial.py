@@ -12,7 +12,7 @@ from widellm.errors import ConfigError
 from widellm.modeling.attach import Width, width_of
 from widellm.routing.budget import Dial
 
-SETTINGS = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93, 0.99)
+SETTINGS = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.83, 0.9, 0.95, 0.975, 0.99)
 """Shares that the dial's settings aim at; each is stored with the share that was really spent."""
 
 
