@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from widellm.evaluation.perplexity import Comparison, Perplexity, compare_with_d
 from widellm.files import check_new_directory
 from widellm.modeling.attach import set_budget
 from widellm.modeling.checkpoint import is_routed_directory, load, save
+from widellm.progress import Progress, no_progress
 from widellm.provenance import versions
 from widellm.sources.models import load_dense
 from widellm.sources.texts import (
@@ -32,15 +33,8 @@ from widellm.sources.texts import (
     window_record,
 )
 
-Progress = Callable[[str, int, int], None]
-"""Called with (stage, done, total)."""
-
 MISS_TOLERANCE = 0.02
 """How far the realised share of routable work may be from the budget before saving needs `force`."""
-
-
-def _no_progress(stage: str, done: int, total: int) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -109,7 +103,7 @@ def prune(
     force: bool = False,
     overwrite: bool = False,
     column: str = "text",
-    progress: Progress = _no_progress,
+    progress: Progress = no_progress,
 ) -> PruneResult:
     """Calibrate `model_name` on text, measure it against itself dense, and save it to `out` (None: do not save).
 
@@ -219,7 +213,7 @@ def evaluate(
     budget: float | None = None,
     dtype: Any = "auto",
     column: str = "text",
-    progress: Progress = _no_progress,
+    progress: Progress = no_progress,
 ) -> EvalResult:
     """Token perplexity of a routed directory or a dense model on a whole text, in windows of `window` tokens."""
     progress("loading", 0, 1)

@@ -82,7 +82,7 @@ class _Turn:
 
 def native_ready(dtype: torch.dtype) -> bool:
     """Whether the native kernels can be timed here in this dtype."""
-    return cpu.availability()[0] and dtype in (torch.float32, torch.bfloat16)
+    return cpu.availability()[0] and dtype in cpu.NATIVE_TYPES
 
 
 def _input_major(w: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +9,8 @@ import torch
 from widellm.kernels import cpu, dispatch
 from widellm.kernels.cost_table import OpShape
 from widellm.modeling.attach import Width, width_of
-from widellm.modeling.routed_layer import RoutedLayer, bind
-from widellm.modeling.routed_mlp import is_plain_linear
-from widellm.modeling.swap import dense_class, is_routed
+from widellm.modeling.routed_layer import RoutedLayer, bind, obstacle
+from widellm.modeling.swap import is_routed
 
 ROWS = (1, 8, 512)
 
@@ -49,7 +47,7 @@ def explain(model: Any, budget: float = 0.5) -> dict[str, Any]:
     layers = []
     for index in range(len(width.layout.layers)):
         sub, dtype = width.sublayers[2 * index], width.layout.layers[index].down_proj.weight.dtype
-        native = cpu.availability()[0] and dtype in dispatch.NATIVE_TYPES and _on_cpu(width, index)
+        native = cpu.availability()[0] and dtype in cpu.NATIVE_TYPES and _on_cpu(width, index)
         ops: dict[str, dict[str, list[str]]] = {}
         for shape in _ops(model, index):
             ops[shape.op] = {}
@@ -82,19 +80,11 @@ def decode_form(width: Width, index: int) -> tuple[str, str]:
     if not is_routed(modules.layer, RoutedLayer):
         return "ops", "the native backend was missing when routers were attached"
     weight = modules.down_proj.weight
-    if weight.device.type != "cpu" or weight.dtype not in dispatch.NATIVE_TYPES:
+    if weight.device.type != "cpu" or weight.dtype not in cpu.NATIVE_TYPES:
         return "ops", f"weights are {weight.dtype} on {weight.device}; the native layer is float32 or bfloat16 on cpu"
-    named: dict[str, tuple[Any, Callable[[Any], bool]]] = {
-        name: (getattr(modules, name), is_plain_linear)
-        for name in ("k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
-    }
-    for name in ("q_proj", "o_proj"):
-        named[name] = (getattr(modules, name), lambda m: dense_class(m) is torch.nn.Linear)
-    for name, (module, plain) in named.items():
-        if module is not None and not plain(module):
-            return "ops", f"{name} is a {dense_class(module).__name__}, or has hooks: only plain linears are bound"
-    if any(m._forward_hooks or m._forward_pre_hooks for m in modules.layer.modules() if m is not modules.layer):
-        return "ops", "a module inside has hooks, which a native layer would not call"
+    reason_not = obstacle(modules)
+    if reason_not is not None:
+        return "ops", reason_not
     try:
         fused = bind(modules, layout)
     except ValueError as error:

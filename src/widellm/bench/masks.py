@@ -53,19 +53,6 @@ def learned_masks(model: Any, ids: Tensor) -> LearnedMasks:
     """Router logits of an attached model on tokens int64 [1, T], at the budget it is set to."""
     width = width_of(model)
     found: dict[str, list[Tensor]] = {"attention": [], "ffn": []}
-    handles = []
-    for sub in width.sublayers:
-        modules = width.layout.layers[sub.layer_index]
-        owner = modules.q_proj if sub.kind == "attention" else modules.mlp
-        router, seen = width.router(sub), found[sub.kind]
-
-        def note(module: Any, args: Any, router: Any = router, seen: list[Tensor] = seen) -> None:
-            seen.append(router(args[0]).flatten(0, -2).cpu())
-
-        handles.append(owner.register_forward_pre_hook(note))
-    try:
+    with width.watch(lambda place, logits: found[width.sublayers[place].kind].append(logits.flatten(0, -2).cpu())):
         model(ids.to(model.device), use_cache=False, logits_to_keep=1)
-    finally:
-        for handle in handles:
-            handle.remove()
     return LearnedMasks({kind: torch.stack(seen, 1) for kind, seen in found.items()})

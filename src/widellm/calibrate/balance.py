@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widellm.calibrate.dial import set_threshold
-from widellm.calibrate.stream import Sample, walk_back
+from widellm.calibrate.dial import Collector, set_threshold
+from widellm.calibrate.stream import CHUNK, Sample, walk_back
 from widellm.modeling.attach import Width
 
 SAVED = 0.5
@@ -44,13 +44,14 @@ def balance(
         set_threshold(model, threshold)
         pull = torch.zeros(count, dtype=torch.float64)
         weight = torch.zeros(count, dtype=torch.float64)
-        logits: list[Tensor] = [torch.empty(0)] * count
+        seen = Collector(width)
         for pair in walk_back(model, width.layout, window, partial(_kl_gradient, target)):
             for sample in pair:
                 i = place[sample.layer_index, sample.kind]
-                logits[i] = width.router(width.sublayers[i])(sample.x)
+                logits = width.router(width.sublayers[i])(sample.x)
+                seen.logits[i].append(logits.flatten().cpu())
                 # derivative of a soft mask sigmoid(logit - threshold): how much of a group an offset would move
-                soft = torch.sigmoid(logits[i] - threshold)
+                soft = torch.sigmoid(logits - threshold)
                 soft = soft * (1 - soft)
                 pull[i] = float((_mask_gradient(width, sample, soft.shape[1]) * soft).sum())
                 weight[i] = float(soft.sum()) * width.sublayers[i].group_cost
@@ -65,7 +66,7 @@ def balance(
         with torch.no_grad():
             for i, sub in enumerate(width.sublayers):
                 width.router(sub).bias.add_(float(change[i]))
-        threshold = (threshold + _quantile(width, logits)) / 2
+        threshold = (threshold + seen.quantiles([1.0 - SAVED])[0]) / 2
         progress(step + 1, len(windows))
     set_threshold(model, None)
     return {i: float(o) for i, o in enumerate(offsets)}
@@ -81,8 +82,8 @@ def _log_probabilities(model: Any, window: Tensor) -> Tensor:
 def _kl_gradient(target: Tensor, logits: Tensor) -> Tensor:
     """Gradient of the summed KL(target || softmax(logits)) with respect to logits [T, V]."""
     out = torch.empty_like(logits)
-    for start in range(0, logits.shape[0], 128):
-        part = slice(start, start + 128)
+    for start in range(0, logits.shape[0], CHUNK):
+        part = slice(start, start + CHUNK)
         out[part] = (torch.softmax(logits[part].float(), -1) - target[part].float().exp()).to(out.dtype)
     return out
 
@@ -93,13 +94,3 @@ def _mask_gradient(width: Width, sample: Sample, groups: int) -> Tensor:
     linear = modules.o_proj if sample.kind == "attention" else modules.down_proj
     back = sample.g @ linear.weight.float()
     return (back * sample.h).view(sample.h.shape[0], groups, -1).sum(-1)
-
-
-def _quantile(width: Width, logits: list[Tensor]) -> float:
-    """The threshold that would save SAVED of the routable work, by these logits."""
-    values = torch.cat([x.flatten() for x in logits]).cpu()
-    subs = width.sublayers
-    costs = torch.cat([torch.full((x.numel(),), float(s.group_cost)) for s, x in zip(subs, logits, strict=True)])
-    value, order = values.sort()
-    share = costs[order].double().cumsum(0)
-    return float(value[int(torch.searchsorted(share, SAVED * float(share[-1])))])

@@ -16,7 +16,7 @@ import resource
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,10 +31,9 @@ from widellm.config import WidthConfig
 from widellm.errors import TextError, WidellmError
 from widellm.families import Layout, locate
 from widellm.modeling.attach import Width, attach, detach, is_attached, set_dial
+from widellm.progress import Progress, no_progress
 from widellm.provenance import versions
 from widellm.sources.texts import windows_digest
-
-Progress = Callable[[str, int, int], None]
 
 CURVATURE_SHARE, DENSE_SHARE, ROUTED_SHARE = 0.125, 0.375, 0.25
 """Shares of the windows that the first three steps use; balance and dial take the rest."""
@@ -80,7 +79,7 @@ def calibrate(
     name: str = "",
     text: dict[str, Any] | None = None,
     budget: float = 0.5,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = no_progress,
 ) -> Calibration:
     """Attach routers to a dense causal LM in place and set its dial; the model is left at budget 1.0.
 

@@ -53,24 +53,15 @@ def router_logits(model: Any, windows: Tensor) -> Collector:
     """Run windows int64 [n, T] and collect every router's logits on the stream as it is (dense or routed)."""
     width = width_of(model)
     collector = Collector(width)
-    handles = []
-    for sub, seen in zip(width.sublayers, collector.logits, strict=True):
-        modules = width.layout.layers[sub.layer_index]
-        owner = modules.q_proj if sub.kind == "attention" else modules.mlp
-        router = width.router(sub)
+
+    def note(place: int, logits: Tensor) -> None:
         # whole rows: a stride over single logits could fall in step with the groups and miss some of them
-        step = max(1, windows.numel() * sub.groups // collector.limit)
+        step = max(1, windows.numel() * logits.shape[-1] // collector.limit)
+        collector.logits[place].append(logits.flatten(0, -2)[::step].flatten().cpu())
 
-        def note(module: Any, args: Any, router: Any = router, seen: list[Tensor] = seen, step: int = step) -> None:
-            seen.append(router(args[0]).flatten(0, -2)[::step].flatten().cpu())
-
-        handles.append(owner.register_forward_pre_hook(note))
-    try:
+    with width.watch(note):
         for window in windows:
             model(window[None].to(model.device), use_cache=False, logits_to_keep=1)
-    finally:
-        for handle in handles:
-            handle.remove()
     return collector
 
 

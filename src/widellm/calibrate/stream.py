@@ -18,7 +18,7 @@ from widellm.families import LayerModules, Layout
 from widellm.kernels.reference import activate
 from widellm.routing.state import SubLayer
 
-_CHUNK = 128
+CHUNK = 128
 """Rows of logits turned into float32 probabilities at a time."""
 
 LogitGradient = Callable[[Tensor], Tensor]
@@ -48,11 +48,11 @@ def sampled_label_gradient(generator: torch.Generator) -> LogitGradient:
 
     def gradient(logits: Tensor) -> Tensor:
         out = torch.empty_like(logits)
-        for start in range(0, logits.shape[0], _CHUNK):
-            p = torch.softmax(logits[start : start + _CHUNK].float(), -1)
+        for start in range(0, logits.shape[0], CHUNK):
+            p = torch.softmax(logits[start : start + CHUNK].float(), -1)
             label = torch.multinomial(p.cpu(), 1, generator=generator).to(p.device)
             p.scatter_add_(1, label, torch.full_like(p[:, :1], -1.0))
-            out[start : start + _CHUNK] = p.to(out.dtype)
+            out[start : start + CHUNK] = p.to(out.dtype)
         return out
 
     return gradient

@@ -11,6 +11,17 @@ import typer
 
 from widellm._version import __version__
 from widellm.cli.bench import bench
+from widellm.cli.options import (
+    Budget,
+    Column,
+    Dtype,
+    JsonFile,
+    MaybeBudget,
+    Threads,
+    set_threads,
+    torch_dtype,
+    write_json,
+)
 from widellm.cli.report import report
 from widellm.errors import WidellmError
 
@@ -21,40 +32,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-Budget = Annotated[float, typer.Option(help="Share of routable work that may be spent, in (0, 1].")]
-MaybeBudget = Annotated[
-    float | None, typer.Option(help="Share of routable work that may be spent; default: what the model was made for.")
-]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
-Dtype = Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")]
-Column = Annotated[str, typer.Option(help="Column with the text, in jsonl, parquet and data sets.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
-
-
-def _dtype(name: str) -> Any:
-    import torch
-
-    table = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in table:
-        raise WidellmError(f"--dtype must be one of {', '.join(table)}, got {name!r}")
-    return table[name]
-
-
-def _threads(count: int | None) -> None:
-    import torch
-
-    if count is not None:
-        if count < 1:
-            raise WidellmError(f"--threads must be at least 1, got {count}")
-        torch.set_num_threads(count)
-
-
-def _write_json(path: Path | None, data: Any) -> None:
-    if path is not None:
-        from widellm.files import atomic_write_json
-
-        atomic_write_json(path, data)
 
 
 @app.command()
@@ -81,7 +58,7 @@ def prune(
     from widellm.calibrate.calibration import Settings
     from widellm.cli import show
 
-    _threads(threads)
+    set_threads(threads)
     settings = Settings(
         head_group_size=head_group_size, ffn_group_size=ffn_group_size, router_rank=router_rank, seed=seed
     )
@@ -94,14 +71,14 @@ def prune(
             tokens=tokens,
             window=window,
             settings=settings,
-            dtype=_dtype(dtype),
+            dtype=torch_dtype(dtype),
             force=force,
             overwrite=overwrite,
             column=column,
             progress=progress,
         )
     show.prune_table(result)
-    _write_json(json_file, result.to_json())
+    write_json(json_file, result.to_json())
 
 
 @app.command()
@@ -116,11 +93,11 @@ def demo(
     from widellm import pipeline
     from widellm.cli import show
 
-    _threads(threads)
+    set_threads(threads)
     with show.progress() as progress:
         result = pipeline.prune("smollm2-135m", out, budget, overwrite=overwrite, progress=progress)
     show.prune_table(result)
-    _write_json(json_file, result.to_json())
+    write_json(json_file, result.to_json())
     model, tokenizer = pipeline.load_any(str(out))
     show.generations(model, tokenizer, "The capital of France is", [1.0, 0.75, budget])
 
@@ -141,11 +118,11 @@ def evaluate(
     from widellm import pipeline
     from widellm.cli import show
 
-    _threads(threads)
+    set_threads(threads)
     with show.progress() as progress:
-        result = pipeline.evaluate(model, text, window, max_windows, budget, _dtype(dtype), column, progress)
+        result = pipeline.evaluate(model, text, window, max_windows, budget, torch_dtype(dtype), column, progress)
     show.eval_table(result)
-    _write_json(json_file, result.to_json())
+    write_json(json_file, result.to_json())
 
 
 @app.command()
@@ -161,10 +138,10 @@ def generate(
     """Continue a prompt."""
     from widellm import pipeline
 
-    _threads(threads)
+    set_threads(threads)
     if max_new_tokens < 1:
         raise WidellmError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
-    loaded, tokenizer = pipeline.load_any(model, budget, _dtype(dtype))
+    loaded, tokenizer = pipeline.load_any(model, budget, torch_dtype(dtype))
     typer.echo(pipeline.generate(loaded, tokenizer, prompt, max_new_tokens, sample))
 
 
@@ -187,7 +164,7 @@ def doctor(
     from widellm.cli import show
     from widellm.doctor import diagnose, explain_model, tune_model
 
-    _threads(threads)
+    set_threads(threads)
     found = diagnose()
     if tune is not None:
         with show.progress() as progress:
@@ -197,7 +174,7 @@ def doctor(
     show.doctor_table({name: value for name, value in found.items() if name != "model"})
     if explain is not None:
         show.explain_table(found["model"])
-    _write_json(json_file, found)
+    write_json(json_file, found)
 
 
 def _version(value: bool) -> None:

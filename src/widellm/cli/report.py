@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from widellm.cli.options import Column, Dtype, JsonFile, MaybeBudget, Threads, set_threads, torch_dtype, write_json
 from widellm.errors import WidellmError
 
 
@@ -17,9 +18,7 @@ def report(
     text: Annotated[
         str | None, typer.Option(help="Text: FILE, DIR, data set id; default: documentation not calibrated on.")
     ] = None,
-    budget: Annotated[
-        float | None, typer.Option(help="Share of routable work that may be spent; default: the model's own.")
-    ] = None,
+    budget: MaybeBudget = None,
     tokens: Annotated[
         int | None, typer.Option(help="Tokens of the text to show; default: up to 1024, a longer text is cut.")
     ] = None,
@@ -28,15 +27,14 @@ def report(
         Path | None, typer.Option(help="Recipes to show: JSON list of recipe, budget, perplexity, std.")
     ] = None,
     figures: Annotated[Path | None, typer.Option(help="New directory to write each figure to as PNG.")] = None,
-    column: Annotated[str, typer.Option(help="Column with the text, in jsonl, parquet and data sets.")] = "text",
-    dtype: Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
+    column: Column = "text",
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    json_file: JsonFile = None,
 ) -> None:
     """See it: which token computes what, layer by layer, what that saves, and what it does to the text."""
     from widellm.cli import show
-    from widellm.cli.main import _dtype, _threads
-    from widellm.files import atomic_write_json, atomic_write_text, check_new_directory
+    from widellm.files import atomic_write_text, check_new_directory
     from widellm.optional import require
     from widellm.report.collect import collect
     from widellm.report.figures import export_png
@@ -51,16 +49,15 @@ def report(
             raise WidellmError(f"{figures} exists: give --figures a new directory")
         check_new_directory(figures)
     require("matplotlib", "report", "drawing a report's figures")
-    _threads(threads)
+    set_threads(threads)
     with show.progress() as progress:
-        data = collect(directory, text, budget, tokens, bench, compare, column, _dtype(dtype), progress)
+        data = collect(directory, text, budget, tokens, bench, compare, column, torch_dtype(dtype), progress)
         progress("drawing", 0, 1)
         page = render(data)
         progress("drawing", 1, 1)
     if figures is not None:
         export_png(data, figures)
-    if json_file is not None:
-        atomic_write_json(json_file, data)
+    write_json(json_file, data)
     atomic_write_text(out, page)
     show.console.print(summary(data))
     show.console.print(f"Written to {out}", markup=False)

@@ -19,7 +19,7 @@ from rich.progress import (
 from rich.table import Table
 
 from widellm.pipeline import EvalResult, PruneResult, generate
-from widellm.pipeline import Progress as ProgressCall
+from widellm.progress import Progress as ProgressCall
 
 console = Console()
 

@@ -29,7 +29,6 @@ from widellm.sources.gguf import cache_directory
 FORMAT = 1
 ROWS = (1, 8, 32, 64, 128, 512, 1024)
 DENSITIES = (0.25, 0.5, 0.75, 1.0)
-OPS = ("routed_ffn", "routed_in", "routed_out")
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ def measure_op(
     """Time every usable backend of one op into `table`, on random inputs and random masks. float32 or bfloat16."""
     d, n, dtype = shape.hidden, shape.width, shape.dtype
     backends: dict[str, ModuleType] = {"masked": masked, "grouped": grouped}
-    if cpu.availability()[0] and dtype in (torch.float32, torch.bfloat16):
+    if cpu.availability()[0] and dtype in cpu.NATIVE_TYPES:
         backends["cpu"] = cpu
     w_in = [noise(n, d, dtype=dtype) for _ in range(2 if shape.gated and shape.op == "routed_ffn" else 1)]
     w_out = noise(d, n, dtype=dtype)

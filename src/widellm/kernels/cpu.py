@@ -24,6 +24,7 @@ from widellm.kernels import native
 from widellm.kernels.native import availability, few_rows, levels
 
 __all__ = [
+    "NATIVE_TYPES",
     "Router",
     "availability",
     "few_rows",
@@ -36,6 +37,10 @@ __all__ = [
     "router_fields",
     "self_routed_ffn",
 ]
+
+
+NATIVE_TYPES = (torch.float32, torch.bfloat16)
+"""What the native library computes in."""
 
 
 class Router(NamedTuple):

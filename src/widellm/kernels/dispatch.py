@@ -17,9 +17,9 @@ from torch import Tensor
 from widellm.errors import BackendError
 from widellm.kernels import cost_table, cpu
 from widellm.kernels.cost_table import CostTable, OpShape
+from widellm.kernels.cpu import NATIVE_TYPES
 
 _SAMPLE = 8192
-NATIVE_TYPES = (torch.float32, torch.bfloat16)
 
 # The rules. The native backend is taken wherever it can run: measured on 2 cores with AVX512-BF16 (docs/bench.md) it is
 # no slower than dense, then drop, at any density and number of rows, since torch is slow on input-major weights.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,13 +43,28 @@ class Width:
         """A fresh counter of the work this model does."""
         return WorkCounter(self.sublayers, routable_share(self.layout))
 
+    def owner(self, sub: SubLayer) -> Any:
+        """The module that holds the router of `sub` and receives what it reads: q_proj, or the MLP."""
+        modules = self.layout.layers[sub.layer_index]
+        return modules.q_proj if sub.kind == "attention" else modules.mlp
+
     def router(self, sub: SubLayer) -> Router:
         """The router that decides for `sub`."""
-        modules = self.layout.layers[sub.layer_index]
-        owner = modules.q_proj if sub.kind == "attention" else modules.mlp
-        router = owner.router
+        router = self.owner(sub).router
         assert isinstance(router, Router)
         return router
+
+    @contextmanager
+    def watch(self, see: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Inside the block, every forward calls see(place in `sublayers`, logits [B, T, G]), at budget 1.0 too."""
+        with ExitStack() as hooks:
+            for place, sub in enumerate(self.sublayers):
+
+                def note(module: Any, args: Any, place: int = place) -> None:
+                    see(place, module.router(args[0]))
+
+                hooks.callback(self.owner(sub).register_forward_pre_hook(note).remove)
+            yield
 
 
 def is_attached(model: Any) -> bool:
@@ -222,7 +239,7 @@ def _store_input_major(modules: LayerModules, input_major: bool) -> None:
         if dense_class(linear) is not torch.nn.Linear:
             continue
         weight = linear.weight
-        if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16):
+        if weight.device.type == "cpu" and weight.dtype in cpu.NATIVE_TYPES:
             weight.data = weight.data.t().contiguous().t() if input_major else weight.data.contiguous()
 
 

@@ -91,7 +91,7 @@ class RoutedLayer:
         if any(value is not None for name, value in kwargs.items() if name not in _UNDERSTOOD):
             return False
         if binding.fused is None or binding.fused.stale():
-            if hidden.dtype not in (torch.float32, torch.bfloat16) or not _bindable(modules):
+            if hidden.dtype not in cpu.NATIVE_TYPES or obstacle(modules) is not None:
                 return False
             binding.fused = bind(modules, layout)
             binding.thresholds = None
@@ -108,7 +108,7 @@ class NativeHead:
         weight: Tensor = self.weight  # type: ignore[attr-defined]
         bias: Tensor | None = self.bias  # type: ignore[attr-defined]
         rows = x.numel() // x.shape[-1]
-        native = x.device.type == "cpu" and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16)
+        native = x.device.type == "cpu" and x.dtype == weight.dtype and x.dtype in cpu.NATIVE_TYPES
         needs_graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         few = 0 < rows <= cpu.few_rows() and self._width.backend in ("auto", "cpu")
         if not (native and few) or needs_graph or torch.compiler.is_compiling():
@@ -116,15 +116,19 @@ class NativeHead:
         return cpu.linear(x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], -1)
 
 
-def _bindable(modules: LayerModules) -> bool:
-    """Whether the layer is made of bare linears only, with nothing hooked onto what would not be called."""
-    linears = (modules.k_proj, modules.v_proj, modules.gate_proj, modules.up_proj, modules.down_proj)
-    inner = [m for m in modules.layer.modules() if m is not modules.layer]
-    return (
-        all(m is None or is_plain_linear(m) for m in linears)
-        and all(dense_class(m) is torch.nn.Linear for m in (modules.q_proj, modules.o_proj))
-        and not any(m._forward_hooks or m._forward_pre_hooks for m in inner)
-    )
+def obstacle(modules: LayerModules) -> str | None:
+    """Why a layer cannot be bound: only bare linears are, with nothing hooked onto what would not be called."""
+    for name in ("k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"):
+        module = getattr(modules, name)
+        if module is not None and not is_plain_linear(module):
+            return f"{name} is a {dense_class(module).__name__}, or has hooks: only plain linears are bound"
+    for name in ("q_proj", "o_proj"):
+        module = getattr(modules, name)
+        if dense_class(module) is not torch.nn.Linear:
+            return f"{name} is a {dense_class(module).__name__}, or has hooks: only plain linears are bound"
+    if any(m._forward_hooks or m._forward_pre_hooks for m in modules.layer.modules() if m is not modules.layer):
+        return "a module inside has hooks, which a native layer would not call"
+    return None
 
 
 def bind(modules: LayerModules, layout: Layout) -> FusedLayer | None:

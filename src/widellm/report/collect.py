@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from widellm.config import KINDS, check_budget
 from widellm.errors import ConfigError, TextError
 from widellm.modeling.attach import Width, get_budget, set_budget, width_of
 from widellm.modeling.checkpoint import load
+from widellm.progress import Progress, no_progress
 from widellm.provenance import versions
 from widellm.report import budgets, masks
 from widellm.report.extras import read_bench, read_compare
@@ -34,13 +34,6 @@ _LOOK = 1_000_000
 """Characters of a text that are tokenised at most."""
 _POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096)
 
-Progress = Callable[[str, int, int], None]
-"""Called with (stage, done, total)."""
-
-
-def _no_progress(stage: str, done: int, total: int) -> None:
-    pass
-
 
 def collect(
     path: str | Path,
@@ -51,7 +44,7 @@ def collect(
     compare: str | Path | None = None,
     column: str = "text",
     dtype: Any = "auto",
-    progress: Progress = _no_progress,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """The report on the routed directory `path`, as the data that docs/report.md describes.
 
@@ -112,7 +105,7 @@ def collect(
 
 
 def describe(
-    model: Any, whole: Tokens, shown: int, name: str = "model", progress: Progress = _no_progress
+    model: Any, whole: Tokens, shown: int, name: str = "model", progress: Progress = no_progress
 ) -> dict[str, Any]:
     """What can be counted on a routed model at its present budget: `collect` without files around it.
 

@@ -126,11 +126,11 @@ class Dial:
                 f"budget {budget} is below {float(self.budgets[0]):.2f}, the lowest this model was calibrated for: "
                 f"ask for more, or calibrate again with a lower one"
             )
-        clamped = min(max(budget, float(self.budgets[0])), float(self.budgets[-1]))
-        right = int(torch.searchsorted(self.budgets, torch.tensor(clamped, dtype=torch.float64)).clamp(1))
-        if self.budgets.numel() == 1:
+        last = self.budgets.numel() - 1
+        if last == 0:
             return [float(t) for t in self.thresholds[:, 0]]
-        right = min(right, self.budgets.numel() - 1)
+        clamped = min(max(budget, float(self.budgets[0])), float(self.budgets[-1]))
+        right = int(torch.searchsorted(self.budgets, torch.tensor(clamped, dtype=torch.float64)).clamp(1, last))
         lo, hi = float(self.budgets[right - 1]), float(self.budgets[right])
         share = (clamped - lo) / (hi - lo)
         mixed = torch.lerp(self.thresholds[:, right - 1].double(), self.thresholds[:, right].double(), share)

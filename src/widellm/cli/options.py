@@ -1,0 +1,47 @@
+"""Options that several commands share, and what is done with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from widellm.errors import WidellmError
+
+Budget = Annotated[float, typer.Option(help="Share of routable work that may be spent, in (0, 1].")]
+MaybeBudget = Annotated[
+    float | None, typer.Option(help="Share of routable work that may be spent; default: what the model was made for.")
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+Dtype = Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")]
+Column = Annotated[str, typer.Option(help="Column with the text, in jsonl, parquet and data sets.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
+
+
+def torch_dtype(name: str) -> Any:
+    """What `--dtype` names: a torch dtype, or "auto"."""
+    import torch
+
+    table = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in table:
+        raise WidellmError(f"--dtype must be one of {', '.join(table)}, got {name!r}")
+    return table[name]
+
+
+def set_threads(count: int | None) -> None:
+    """Do what `--threads` says."""
+    import torch
+
+    if count is not None:
+        if count < 1:
+            raise WidellmError(f"--threads must be at least 1, got {count}")
+        torch.set_num_threads(count)
+
+
+def write_json(path: Path | None, data: Any) -> None:
+    """Do what `--json` says."""
+    if path is not None:
+        from widellm.files import atomic_write_json
+
+        atomic_write_json(path, data)
