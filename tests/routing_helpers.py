@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from widellm.config import WidthConfig
+from widellm.families import locate
 from widellm.modeling.attach import Width, attach, set_budget, set_dial
 from widellm.routing.budget import Dial
 
@@ -15,16 +16,15 @@ from widellm.routing.budget import Dial
 def route(model: Any, head_group_size: int = 1, ffn_group_size: int = 8, regroup: bool = True, seed: int = 0) -> Width:
     """Attach random routers whose logits scatter around 0, with a dial that keeps about half at budget 0.5."""
     generator = torch.Generator().manual_seed(seed)
-    config = model.config
-    layers, channels = config.num_hidden_layers, config.intermediate_size
+    layout = locate(model)
+    layers, channels = len(layout.layers), layout.intermediate_size
     permutations = None
     if regroup:
         permutations = torch.stack([torch.randperm(channels, generator=generator) for _ in range(layers)])
-    width = attach(
-        model,
-        WidthConfig(config.model_type, layers, head_group_size, ffn_group_size, router_rank=4),
-        permutations,
+    config = WidthConfig(
+        layout.model_type, layers, head_group_size, ffn_group_size, router_rank=4, kinds=layout.family.kinds
     )
+    width = attach(model, config, permutations)
     for sub in width.sublayers:
         router = width.router(sub)
         with torch.no_grad():
@@ -46,47 +46,35 @@ def oracle_logits(dense: Any, width: Width, ids: Tensor) -> tuple[Tensor, list[T
     keeps: list[Tensor] = []
     handles = []
 
-    def decide(sub: Any, x: Tensor) -> Tensor:
-        router = width.router(sub)
-        keep = torch.zeros(*x.shape[:2], sub.groups, dtype=torch.bool)
-        for b in range(x.shape[0]):
-            for t in range(x.shape[1]):
-                logits = router.up @ (router.down @ x[b, t].float()) + router.bias
-                keep[b, t] = logits > sub.threshold
-        keeps.append(keep)
-        return keep
+    def zero(state: Any, order: Tensor | None, layer: int) -> None:
+        modules = locate(dense).layers[layer]
+        last = modules.o_proj if state.kind == "attention" else modules.down_proj
+        decided: list[Tensor] = []
 
-    for index, layer in enumerate(dense.model.layers):
-        attention, ffn = width.sublayers[2 * index], width.sublayers[2 * index + 1]
-        order = width.permutations[index]
+        def decide(module: Any, args: Any) -> None:
+            router, x = width.router(state), args[0]
+            rows = [router.up @ (router.down @ row.float()) + router.bias for row in x.reshape(-1, x.shape[-1])]
+            decided.append(torch.stack(rows) > state.threshold)
+            keeps.append(decided[-1].view(*ids.shape, state.groups))
 
-        def note_attention(module: Any, args: Any, state: Any = attention) -> None:
-            state.test_keep = decide(state, args[0])
-
-        def zero_heads(module: Any, args: Any, state: Any = attention) -> Any:
-            h = args[0].clone()
+        def drop(module: Any, args: Any) -> Any:
+            h = args[0].clone().reshape(-1, args[0].shape[-1])
             size = h.shape[-1] // state.groups
-            for b, t, g in (~state.test_keep).nonzero().tolist():
-                h[b, t, g * size : (g + 1) * size] = 0
-            return (h,)
+            columns = torch.arange(h.shape[-1]) if order is None else order
+            for row, group in (~decided[-1]).nonzero().tolist():
+                h[row, columns[group * size : (group + 1) * size]] = 0
+            return (h.view(args[0].shape),)
 
-        def note_ffn(module: Any, args: Any, state: Any = ffn) -> None:
-            state.test_keep = decide(state, args[0])
+        handles.append(modules.entrance(state.kind).register_forward_pre_hook(decide))
+        handles.append(last.register_forward_pre_hook(drop))
 
-        def zero_channels(module: Any, args: Any, state: Any = ffn, order: Tensor = order) -> Any:
-            h = args[0].clone()
-            for b, t, g in (~state.test_keep).nonzero().tolist():
-                h[b, t, order[g * state.group_size : (g + 1) * state.group_size]] = 0
-            return (h,)
-
-        handles.append(layer.self_attn.q_proj.register_forward_pre_hook(note_attention))
-        handles.append(layer.self_attn.o_proj.register_forward_pre_hook(zero_heads))
-        handles.append(layer.mlp.register_forward_pre_hook(note_ffn))
-        handles.append(layer.mlp.down_proj.register_forward_pre_hook(zero_channels))
+    for sub in width.sublayers:
+        zero(sub, width.permutations[sub.layer_index] if sub.kind == "ffn" else None, sub.layer_index)
     try:
         with torch.no_grad():
             logits = dense(ids).logits
     finally:
         for handle in handles:
             handle.remove()
+    # a parallel block may run its sub-layers in either order; these ran attention first, as the sub-layers are listed
     return logits, keeps

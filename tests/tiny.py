@@ -22,6 +22,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "window": {"sliding_window": 4},
 }
+PARTIAL_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 _ONLY = {"biases": ("llama", "qwen3"), "window": ("mistral",), "wide-heads": ("llama", "mistral", "qwen3")}
 
 
@@ -32,6 +33,45 @@ def shapes_of(family: str) -> tuple[str, ...]:
 
 CASES = [(family, shape) for family in FAMILIES for shape in shapes_of(family)]
 """Every (family, shape): parametrise a test over it to cover what is supported."""
+
+
+# What the tiny model of a family needs besides the settings that all take.
+NEEDS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3": {"head_dim": 8},  # its default is 128, whatever D and H are
+    "smollm3": {"no_rope_layers": [1, 0], "use_sliding_window": False},
+    "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 10, "sliding_window": 4, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {
+        "head_dim": 12,
+        "query_pre_attn_scalar": 10,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "granite": {
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 1.5,
+        "logits_scaling": 2.0,
+    },
+    "falcon": {"multi_query": True, "ffn_hidden_size": 48},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "num_key_value_heads": None},
+    "gpt2": {"n_inner": 48, "num_key_value_heads": None},
+    "gpt_neox": {"rotary_pct": 0.5, "num_key_value_heads": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+CONTRACT: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in (*FAMILIES, *(f for f in NEEDS if f not in FAMILIES), "phi3", "olmo2")},
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "phi3-partial-rotary": ("phi3", {"rope_parameters": PARTIAL_ROTARY}),
+    "falcon-gqa": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-mha": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon-alibi": ("falcon", {"multi_query": False, "alibi": True, "bias": True}),
+    "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False}),
+    "opt-post-norm": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+    "gpt2-scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+}
+"""Name -> (family, overrides): the models of the contract tests, each family and its odd shapes."""
 
 
 def tiny_model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
@@ -54,11 +94,8 @@ def tiny_model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.
         "pad_token_id": 258,
         "tie_word_embeddings": False,
     }
-    if family == "qwen3":
-        settings["head_dim"] = 8  # its default is 128, whatever D and H are
-    if family == "mistral":
-        settings["sliding_window"] = None
-    settings.update(overrides)
+    settings |= NEEDS.get(family, {}) | overrides
+    settings = {name: value for name, value in settings.items() if value is not None or name == "sliding_window"}
     config = AutoConfig.for_model(family, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

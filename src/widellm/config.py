@@ -42,11 +42,18 @@ class WidthConfig:
     format_version: int = FORMAT_VERSION
     """Version of the directory's format; a newer one than this package knows is refused."""
 
+    kinds: tuple[str, ...] = KINDS
+    """What is routed: "attention", "ffn" or both. An FFN of experts has routers of its own: attention only."""
+
     def __post_init__(self) -> None:
         for name in ("num_hidden_layers", "head_group_size", "ffn_group_size", "router_rank"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        known = isinstance(self.kinds, (list, tuple)) and set(self.kinds) <= set(KINDS)
+        if not known or not self.kinds:
+            raise ConfigError(f"kinds must name one or both of {', '.join(KINDS)}, got {self.kinds!r}")
+        object.__setattr__(self, "kinds", tuple(kind for kind in KINDS if kind in self.kinds))
 
     def replace(self, **changes: Any) -> WidthConfig:
         """A copy with some fields changed."""

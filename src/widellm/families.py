@@ -8,43 +8,136 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from widellm.config import KINDS
 from widellm.errors import ConfigError, UnsupportedModelError
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names of the modules of one model family, as attribute paths. The defaults are Llama's."""
+    """Names of the modules of one model family, as attribute paths. The defaults are Llama's.
+
+    Two projections with the same path are one fused linear, which holds the rows of both.
+    """
 
     layers: str = "model.layers"
     """Path from the causal-LM model to its list of decoder layers."""
+    kinds: tuple[str, ...] = KINDS
+    """What can be routed: a family of experts has no FFN groups, and says ("attention",)."""
     attention: str = "self_attn"
-    mlp: str = "mlp"
-    """Paths from a decoder layer to its two sub-layers."""
+    mlp: str | None = "mlp"
+    """Paths from a decoder layer to its two sub-layers. None: the FFN's projections are the layer's own."""
     q_proj: str = "q_proj"
     k_proj: str = "k_proj"
     v_proj: str = "v_proj"
     o_proj: str = "o_proj"
     """Paths from the attention module to its projections."""
+    interleaved: bool = False
+    """Order of the rows of a fused q, k, v. False: all of q, then k, then v. True: for each KV head in turn the query
+    heads that share it, then its k, then its v."""
     gate_proj: str | None = "gate_proj"
     up_proj: str = "up_proj"
     down_proj: str = "down_proj"
-    """Paths from the MLP to its projections; a family without a gate says None."""
-    attention_norm: str = "input_layernorm"
-    ffn_norm: str = "post_attention_layernorm"
-    """Paths from a decoder layer to the norms whose outputs the sub-layers (and so the routers) receive."""
+    """Paths from the MLP (or the layer) to its projections; a family without a gate says None. A fused pair holds the
+    rows of the gate first."""
+    activation: str = "hidden_act"
+    """The field of the model's configuration that names the activation."""
+    attention_norm: str | None = "input_layernorm"
+    ffn_norm: str | None = "post_attention_layernorm"
+    """Paths from a decoder layer to the norms whose outputs the sub-layers receive; only a plain block needs them."""
     q_norm: str | None = None
     k_norm: str | None = None
-    """Per-head norms inside the attention module, where the family has them."""
+    """Per-head norms inside the attention module; only a plain block needs them."""
+    whole_q: bool = False
+    """Whether q is normed across heads: then a kept head's query needs all others, and q is computed whole."""
+    rope_switch: str | None = None
+    """An attribute of the attention module that is false in layers without rotary embeddings."""
+    attention_function: bool = True
+    """Whether its attention asks transformers' AttentionInterface for the function to call, so that ours can be it.
+    False: attention runs over all heads, and only q and o skip."""
     plain_block: bool = True
-    """Whether a layer is x + attention(norm(x)), then x + mlp(norm(x)), with RMSNorm (weight times the normed value)
-    and rotary embeddings in the rotate-half convention: what the native whole-layer decode computes."""
+    """Whether a layer is x + attention(norm(x)), then x + mlp(norm(x)), with RMSNorm (weight times the normed value),
+    rotary embeddings in the rotate-half convention and a linear for each projection: what the native whole-layer decode
+    computes."""
 
 
+# Not plain: norms after the sub-layers (Gemma, OLMo 2), factors on the residual (Granite), fused linears (Phi-3),
+# parallel sub-layers or LayerNorm (Falcon, GPT-NeoX, OPT, GPT-2), experts (Mixtral).
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "mistral": Family(),
     "qwen2": Family(),
     "qwen3": Family(q_norm="q_norm", k_norm="k_norm"),
+    "smollm3": Family(rope_switch="use_rope"),
+    "gemma2": Family(activation="hidden_activation", ffn_norm="pre_feedforward_layernorm", plain_block=False),
+    "gemma3_text": Family(activation="hidden_activation", ffn_norm="pre_feedforward_layernorm", plain_block=False),
+    "phi3": Family(
+        q_proj="qkv_proj",
+        k_proj="qkv_proj",
+        v_proj="qkv_proj",
+        gate_proj="gate_up_proj",
+        up_proj="gate_up_proj",
+        plain_block=False,
+    ),
+    "olmo2": Family(attention_norm=None, ffn_norm=None, whole_q=True, plain_block=False),
+    "granite": Family(plain_block=False),
+    "falcon": Family(
+        layers="transformer.h",
+        attention="self_attention",
+        q_proj="query_key_value",
+        k_proj="query_key_value",
+        v_proj="query_key_value",
+        interleaved=True,
+        o_proj="dense",
+        gate_proj=None,
+        up_proj="dense_h_to_4h",
+        down_proj="dense_4h_to_h",
+        activation="activation",
+        attention_norm=None,
+        ffn_norm=None,
+        attention_function=False,
+        plain_block=False,
+    ),
+    "gpt_neox": Family(
+        layers="gpt_neox.layers",
+        attention="attention",
+        q_proj="query_key_value",
+        k_proj="query_key_value",
+        v_proj="query_key_value",
+        interleaved=True,
+        o_proj="dense",
+        gate_proj=None,
+        up_proj="dense_h_to_4h",
+        down_proj="dense_4h_to_h",
+        plain_block=False,
+    ),
+    "opt": Family(
+        layers="model.decoder.layers",
+        mlp=None,
+        o_proj="out_proj",
+        gate_proj=None,
+        up_proj="fc1",
+        down_proj="fc2",
+        activation="activation_function",
+        attention_norm="self_attn_layer_norm",
+        ffn_norm="final_layer_norm",
+        plain_block=False,
+    ),
+    "gpt2": Family(
+        layers="transformer.h",
+        attention="attn",
+        q_proj="c_attn",
+        k_proj="c_attn",
+        v_proj="c_attn",
+        o_proj="c_proj",
+        gate_proj=None,
+        up_proj="c_fc",
+        down_proj="c_proj",
+        activation="activation_function",
+        attention_norm="ln_1",
+        ffn_norm="ln_2",
+        plain_block=False,
+    ),
+    "mixtral": Family(kinds=("attention",), plain_block=False),
 }
 
 # transformers' activation names -> ours (kernels know these four)
@@ -60,7 +153,7 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class LayerModules:
-    """The live modules of one decoder layer."""
+    """The live modules of one decoder layer; what a family does not have is None."""
 
     # Any, because torch types every attribute of a module as "tensor or module"
     layer: Any
@@ -69,13 +162,22 @@ class LayerModules:
     q_proj: Any
     k_proj: Any
     v_proj: Any
+    """All three are the same module where it is fused."""
     o_proj: Any
     gate_proj: Any
-    """None in a family without a gate."""
+    """The same module as up_proj where it is fused."""
     up_proj: Any
     down_proj: Any
     attention_norm: Any
     ffn_norm: Any
+
+    def entrance(self, kind: str) -> Any:
+        """The module that receives what the sub-layer reads, and so holds its router."""
+        return self.q_proj if kind == "attention" else self.up_proj if self.mlp is None else self.mlp
+
+    def exit(self, kind: str) -> Any:
+        """The module whose output is the sub-layer's."""
+        return self.o_proj if kind == "attention" else self.down_proj if self.mlp is None else self.mlp
 
 
 @dataclass(frozen=True)
@@ -87,10 +189,13 @@ class Layout:
     layers: tuple[LayerModules, ...]
     hidden_size: int
     intermediate_size: int
+    """FFN channels; 0 where the family's FFN cannot be routed."""
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     activation: str
+    ffn_cost: int
+    """Multiply-adds per token of a whole FFN; of the experts that a token uses, and the choice of them."""
 
     def groups(self, kind: str, group_size: int) -> int:
         """Number of groups of `group_size` heads (kind "attention") or channels ("ffn"); ConfigError if uneven."""
@@ -106,9 +211,33 @@ class Layout:
             )
         return size // group_size
 
+    def cost(self, kind: str) -> int:
+        """Multiply-adds per token of all that can be skipped in a sub-layer: q and o, or the FFN."""
+        if kind == "ffn":
+            return self.ffn_cost if "ffn" in self.family.kinds else 0
+        linears = 1 if self.family.whole_q else 2
+        return linears * self.num_attention_heads * self.head_dim * self.hidden_size
 
-def _get(root: Any, path: str) -> Any:
-    for name in path.split("."):
+    def whole_cost(self) -> int:
+        """Multiply-adds per token of a layer's weights, skipped or not: q, k, v, o and the FFN."""
+        heads = self.num_attention_heads + self.num_key_value_heads
+        return 2 * heads * self.head_dim * self.hidden_size + self.ffn_cost
+
+    def fused_heads(self) -> list[int] | None:
+        """What each block of `head_dim` rows of a fused q, k, v makes: the query head of that number, or -1 for k and
+        v. None where q has a linear of its own."""
+        first = self.layers[0]
+        if first.q_proj is not first.k_proj:
+            return None
+        blocks = self.num_key_value_heads if self.family.interleaved else 1
+        queries, others = self.num_attention_heads // blocks, 2 * self.num_key_value_heads // blocks
+        heads = range(self.num_attention_heads)
+        return [h for b in range(blocks) for h in (*heads[b * queries : (b + 1) * queries], *[-1] * others)]
+
+
+def _get(root: Any, path: str | None) -> Any:
+    """The attribute at a path; `root` itself for None; None where there is none."""
+    for name in path.split(".") if path is not None else ():
         root = getattr(root, name, None)
         if root is None:
             return None
@@ -120,18 +249,16 @@ def _missing(model: Any, family: Family) -> list[str]:
     layers = _get(model, family.layers)
     if layers is None or len(layers) == 0:
         return [family.layers]
-    layer, missing = layers[0], []
-    for path in (family.attention, family.mlp, family.attention_norm, family.ffn_norm):
-        if _get(layer, path) is None:
-            missing.append(f"{family.layers}.0.{path}")
-    attention, mlp = _get(layer, family.attention), _get(layer, family.mlp)
     in_attention = (family.q_proj, family.k_proj, family.v_proj, family.o_proj, family.q_norm, family.k_norm)
-    in_mlp = (family.gate_proj, family.up_proj, family.down_proj)
-    for parent, module, names in ((family.attention, attention, in_attention), (family.mlp, mlp, in_mlp)):
-        for name in names:
-            if module is not None and name is not None and _get(module, name) is None:
-                missing.append(f"{family.layers}.0.{parent}.{name}")
-    return missing
+    in_mlp = (family.gate_proj, family.up_proj, family.down_proj) if "ffn" in family.kinds else ()
+    missing = [p for p in (family.attention_norm, family.ffn_norm) if p is not None and _get(layers[0], p) is None]
+    for parent, names in ((family.attention, in_attention), (family.mlp, in_mlp)):
+        module, prefix = _get(layers[0], parent), "" if parent is None else f"{parent}."
+        if module is None:
+            missing.append(str(parent))
+        else:
+            missing += [f"{prefix}{name}" for name in names if name is not None and _get(module, name) is None]
+    return [f"{family.layers}.0.{path}" for path in dict.fromkeys(missing)]
 
 
 def locate(model: Any, family: Family | None = None) -> Layout:
@@ -159,45 +286,74 @@ def locate(model: Any, family: Family | None = None) -> Layout:
             f"the installed transformers may have moved it"
         )
     layers = tuple(_layer_modules(layer, family) for layer in _get(model, family.layers))
-    first = layers[0]
-    head_dim = int(getattr(first.attention, "head_dim", 0)) or config.hidden_size // config.num_attention_heads
-    named = getattr(config, "hidden_act", None)
-    activation = ACTIVATIONS.get(str(named))
-    if activation is None:
+    first, routed_ffn = layers[0], "ffn" in family.kinds
+    hidden, q_rows = _sizes(first.q_proj)
+    heads = int(config.num_attention_heads)
+    head_dim = int(getattr(first.attention, "head_dim", 0)) or hidden // heads
+    if first.q_proj is first.k_proj:
+        kv_heads = (q_rows // head_dim - heads) // 2
+    else:
+        heads, kv_heads = q_rows // head_dim, _sizes(first.k_proj)[1] // head_dim
+    named = getattr(config, family.activation, None)
+    activation = ACTIVATIONS.get(str(named), "")
+    if routed_ffn and not activation:
         raise UnsupportedModelError(f"activation {named!r} is not supported; known: {', '.join(sorted(ACTIVATIONS))}")
-    layout = Layout(
-        model_type=model_type,
-        family=family,
-        layers=layers,
-        hidden_size=first.q_proj.in_features,
-        intermediate_size=first.up_proj.out_features,
-        num_attention_heads=first.q_proj.out_features // head_dim,
-        num_key_value_heads=first.k_proj.out_features // head_dim,
-        head_dim=head_dim,
-        activation=activation,
-    )
+    channels = _channels(first) if routed_ffn else 0
     for index, modules in enumerate(layers):
-        sizes = (modules.q_proj.out_features, modules.up_proj.out_features)
-        if sizes != (first.q_proj.out_features, first.up_proj.out_features):
+        sizes = (_sizes(modules.q_proj)[1], _channels(modules) if routed_ffn else 0)
+        if sizes != (q_rows, channels):
             raise UnsupportedModelError(
                 f"layer {index} has q and up sizes {sizes}, unlike layer 0: mixed widths are not supported"
             )
-    return layout
+    return Layout(
+        model_type=model_type,
+        family=family,
+        layers=layers,
+        hidden_size=hidden,
+        intermediate_size=channels,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        activation=activation,
+        ffn_cost=(2 if first.gate_proj is None else 3) * channels * hidden
+        if routed_ffn
+        else _experts(first.mlp, config),
+    )
 
 
 def _layer_modules(layer: Any, family: Family) -> LayerModules:
-    attention, mlp = _get(layer, family.attention), _get(layer, family.mlp)
+    attention, ffn = _get(layer, family.attention), _get(layer, family.mlp)
+    in_ffn = ffn if "ffn" in family.kinds else None
     return LayerModules(
         layer=layer,
         attention=attention,
-        mlp=mlp,
+        mlp=None if family.mlp is None else ffn,
         q_proj=_get(attention, family.q_proj),
         k_proj=_get(attention, family.k_proj),
         v_proj=_get(attention, family.v_proj),
         o_proj=_get(attention, family.o_proj),
-        gate_proj=None if family.gate_proj is None else _get(mlp, family.gate_proj),
-        up_proj=_get(mlp, family.up_proj),
-        down_proj=_get(mlp, family.down_proj),
-        attention_norm=_get(layer, family.attention_norm),
-        ffn_norm=_get(layer, family.ffn_norm),
+        gate_proj=None if family.gate_proj is None else _get(in_ffn, family.gate_proj),
+        up_proj=_get(in_ffn, family.up_proj),
+        down_proj=_get(in_ffn, family.down_proj),
+        attention_norm=None if family.attention_norm is None else _get(layer, family.attention_norm),
+        ffn_norm=None if family.ffn_norm is None else _get(layer, family.ffn_norm),
     )
+
+
+def _sizes(linear: Any) -> tuple[int, int]:
+    """(inputs, outputs) of a linear: GPT-2's Conv1D names them differently."""
+    if hasattr(linear, "in_features"):
+        return int(linear.in_features), int(linear.out_features)
+    return int(linear.nx), int(linear.nf)
+
+
+def _channels(modules: LayerModules) -> int:
+    rows = _sizes(modules.up_proj)[1]
+    return rows // 2 if modules.gate_proj is modules.up_proj else rows
+
+
+def _experts(mlp: Any, config: Any) -> int:
+    """Multiply-adds per token of an FFN of experts: of stacked weights [experts, ...], those that a token uses."""
+    used = int(getattr(config, "num_experts_per_tok", 1))
+    weights = [p for p in mlp.parameters() if p.ndim > 1]
+    return sum(p.numel() * used // p.shape[0] if p.ndim == 3 else p.numel() for p in weights)

@@ -9,6 +9,8 @@ import torch
 from widellm.kernels import cpu, dispatch
 from widellm.kernels.cost_table import OpShape
 from widellm.modeling.attach import Width, width_of
+from widellm.modeling.linears import is_input_major, matrix
+from widellm.modeling.routed_attention import ATTENTION_NAME
 from widellm.modeling.routed_layer import RoutedLayer, bind, obstacle
 from widellm.modeling.swap import is_routed
 
@@ -25,15 +27,25 @@ def op_shapes(model: Any) -> list[OpShape]:
 def _ops(model: Any, layer: int) -> list[OpShape]:
     width = width_of(model)
     modules, layout = width.layout.layers[layer], width.layout
-    attention, ffn = width.sublayers[2 * layer], width.sublayers[2 * layer + 1]
-    down, o = modules.down_proj.weight, modules.o_proj.weight
+    hidden, channels, dtype = layout.hidden_size, layout.intermediate_size, modules.o_proj.weight.dtype
     heads = layout.num_attention_heads * layout.head_dim
-    hidden, dtype, gated = layout.hidden_size, down.dtype, modules.gate_proj is not None
-    return [
-        OpShape("routed_in", hidden, heads, attention.groups, dtype),
-        OpShape("routed_out", hidden, heads, attention.groups, dtype, o.stride(0) == 1),
-        OpShape("routed_ffn", hidden, layout.intermediate_size, ffn.groups, dtype, down.stride(0) == 1, gated),
-    ]
+    ops = []
+    for sub in width.sublayers:
+        if sub.layer_index != layer:
+            continue
+        if sub.kind == "attention":
+            rows, groups = matrix(modules.q_proj).shape[0], sub.groups if sub.blocks is None else len(sub.blocks)
+            if sub.skips_in:
+                ops.append(OpShape("routed_in", hidden, rows, groups, dtype))
+            ops.append(OpShape("routed_out", hidden, heads, sub.groups, dtype, is_input_major(modules.o_proj)))
+            continue
+        input_major, gated = is_input_major(modules.down_proj), modules.gate_proj is not None
+        if modules.mlp is None:
+            ops.append(OpShape("routed_in", hidden, channels, sub.groups, dtype))
+            ops.append(OpShape("routed_out", hidden, channels, sub.groups, dtype, input_major))
+        else:
+            ops.append(OpShape("routed_ffn", hidden, channels, sub.groups, dtype, input_major, gated))
+    return ops
 
 
 def explain(model: Any, budget: float = 0.5) -> dict[str, Any]:
@@ -46,27 +58,29 @@ def explain(model: Any, budget: float = 0.5) -> dict[str, Any]:
     path, why = dispatch.table_state()
     layers = []
     for index in range(len(width.layout.layers)):
-        sub, dtype = width.sublayers[2 * index], width.layout.layers[index].down_proj.weight.dtype
+        backend, dtype = width.sublayers[0].backend, width.layout.layers[index].o_proj.weight.dtype
         native = cpu.availability()[0] and dtype in cpu.NATIVE_TYPES and _on_cpu(width, index)
         ops: dict[str, dict[str, list[str]]] = {}
         for shape in _ops(model, index):
             ops[shape.op] = {}
             for rows in ROWS:
-                if sub.backend != "auto":
-                    decided = (sub.backend, "asked for by name")
+                if backend != "auto":
+                    decided = (backend, "asked for by name")
                 else:
                     decided = dispatch.decide(
                         shape.op, shape.read, shape.width, shape.groups, dtype, rows, budget, native
                     )
                 ops[shape.op][str(rows)] = list(decided)
         attention = ["cpu", "rule: skips dropped heads"] if native else ["masked", "no native kernels for this layer"]
+        if model.config._attn_implementation != ATTENTION_NAME:
+            attention = ["masked", f"attention is transformers' {model.config._attn_implementation}: all heads run"]
         ops["routed_attention"] = {str(rows): attention for rows in ROWS}
         layers.append({"layer": index, "decode": list(decode_form(width, index)), "ops": ops})
     return {"budget": budget, "table": f"{path}" if not why else f"none ({why}): rules decide", "layers": layers}
 
 
 def _on_cpu(width: Width, index: int) -> bool:
-    return bool(width.layout.layers[index].down_proj.weight.device.type == "cpu")
+    return bool(width.layout.layers[index].o_proj.weight.device.type == "cpu")
 
 
 def decode_form(width: Width, index: int) -> tuple[str, str]:
@@ -79,7 +93,7 @@ def decode_form(width: Width, index: int) -> tuple[str, str]:
         return "ops", f"family {layout.model_type}'s block is not one that the native layer computes"
     if not is_routed(modules.layer, RoutedLayer):
         return "ops", "the native backend was missing when routers were attached"
-    weight = modules.down_proj.weight
+    weight = modules.o_proj.weight
     if weight.device.type != "cpu" or weight.dtype not in cpu.NATIVE_TYPES:
         return "ops", f"weights are {weight.dtype} on {weight.device}; the native layer is float32 or bfloat16 on cpu"
     reason_not = obstacle(modules)

@@ -17,6 +17,7 @@ from torch import Tensor
 from widellm.calibrate.dial import Collector, set_threshold
 from widellm.calibrate.stream import CHUNK, Sample, walk_back
 from widellm.modeling.attach import Width
+from widellm.modeling.linears import matrix
 
 SAVED = 0.5
 """Share of routable work saved while balancing: the middle of the dial's useful range."""
@@ -45,8 +46,8 @@ def balance(
         pull = torch.zeros(count, dtype=torch.float64)
         weight = torch.zeros(count, dtype=torch.float64)
         seen = Collector(width)
-        for pair in walk_back(model, width.layout, window, partial(_kl_gradient, target)):
-            for sample in pair:
+        for samples in walk_back(model, width.layout, window, partial(_kl_gradient, target)):
+            for sample in samples:
                 i = place[sample.layer_index, sample.kind]
                 logits = width.router(width.sublayers[i])(sample.x)
                 seen.logits[i].append(logits.flatten().cpu())
@@ -92,5 +93,5 @@ def _mask_gradient(width: Width, sample: Sample, groups: int) -> Tensor:
     """[T, G]: derivative of the loss with respect to a mask of 1s and 0s multiplied onto the groups."""
     modules = width.layout.layers[sample.layer_index]
     linear = modules.o_proj if sample.kind == "attention" else modules.down_proj
-    back = sample.g @ linear.weight.float()
+    back = sample.g @ matrix(linear).float()
     return (back * sample.h).view(sample.h.shape[0], groups, -1).sum(-1)

@@ -31,6 +31,7 @@ from widellm.config import WidthConfig
 from widellm.errors import TextError, WidellmError
 from widellm.families import Layout, locate
 from widellm.modeling.attach import Width, attach, detach, is_attached, set_dial
+from widellm.modeling.linears import matrix
 from widellm.progress import Progress, no_progress
 from widellm.provenance import versions
 from widellm.sources.texts import windows_digest
@@ -58,6 +59,10 @@ class Settings:
     memory_gb: float = 2.0
     """For the statistics of the layers that are held at a time."""
 
+    def groups_of(self, kind: str) -> int:
+        """Heads or channels per decision."""
+        return self.head_group_size if kind == "attention" else self.ffn_group_size
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -70,6 +75,7 @@ class Calibration:
     attention_r_squared: float
     """Share of the variance of the log importance that the routers explain, mean over layers."""
     ffn_r_squared: float
+    """The same; 0 where the family's FFN cannot be routed."""
 
 
 def calibrate(
@@ -93,8 +99,8 @@ def calibrate(
             f"calibration needs at least 8 windows, got {len(windows)}: give more tokens or smaller windows"
         )
     layout = locate(model)
-    layout.groups("attention", settings.head_group_size)
-    layout.groups("ffn", settings.ffn_group_size)
+    for kind in layout.family.kinds:
+        layout.groups(kind, settings.groups_of(kind))
     cuts = [max(2, int(len(windows) * share)) for share in (CURVATURE_SHARE, DENSE_SHARE, ROUTED_SHARE)]
     parts = torch.split(windows[: sum(cuts)], cuts)
     rest = windows[sum(cuts) :]
@@ -110,6 +116,7 @@ def calibrate(
         head_group_size=settings.head_group_size,
         ffn_group_size=settings.ffn_group_size,
         router_rank=settings.router_rank,
+        kinds=layout.family.kinds,
         base={"name": name},
         provenance={"budget": budget, "text": text or {}, "settings": asdict(settings), "versions": versions()},
     )
@@ -131,7 +138,7 @@ def calibrate(
         peak_memory_gb=peak_memory_gb(),
         tokens=windows.numel(),
         attention_r_squared=fits["attention"],
-        ffn_r_squared=fits["ffn"],
+        ffn_r_squared=fits.get("ffn", 0.0),
     )
 
 
@@ -161,18 +168,15 @@ class _Run:
         """Set group forms and mean squared gradient of every sub-layer; return each layer's channel order [L, F]."""
         permutations = torch.empty(len(self.layout.layers), self.layout.intermediate_size, dtype=torch.int64)
         for number, block in enumerate(self.blocks):
-            found = {(i, kind): Curvature() for i in block for kind in ("attention", "ffn")}
+            found = {(i, kind): Curvature() for i in block for kind in self.layout.family.kinds}
             for sample in self._samples("curvature", [(w, None) for w in windows], block, number):
                 found[sample.layer_index, sample.kind].add(sample)
             for key, curvature in found.items():
                 index, kind = key
                 modules = self.layout.layers[index]
-                if kind == "attention":
-                    groups = self.layout.groups("attention", self.settings.head_group_size)
-                    w_out = modules.o_proj.weight.detach()
-                else:
-                    groups = self.layout.groups("ffn", self.settings.ffn_group_size)
-                    w_out = modules.down_proj.weight.detach()
+                groups = self.layout.groups(kind, self.settings.groups_of(kind))
+                w_out = matrix(modules.o_proj if kind == "attention" else modules.down_proj).detach()
+                if kind == "ffn":
                     order = curvature.channel_scores(w_out).argsort(descending=True, stable=True)
                     permutations[index] = order.cpu()
                     w_out = w_out[:, order]
@@ -208,7 +212,7 @@ class _Run:
                 router.up.copy_(solution.up)
                 router.bias.copy_(solution.bias)
         r_squared = {}
-        for kind in ("attention", "ffn"):
+        for kind in self.layout.family.kinds:
             of_kind = [solution.r_squared for sub, solution in solved if sub.kind == kind]
             r_squared[kind] = sum(of_kind) / len(of_kind)
         return r_squared
@@ -223,10 +227,9 @@ class _Run:
                 zlib.crc32(f"{self.settings.seed} {windows_digest(window)}".encode())
             )
             gradient = sampled_label_gradient(labels)
-            for attention, ffn in walk_back(self.model, self.layout, window, gradient, lowest=block.start):
-                if attention.layer_index in block:
-                    yield attention
-                    yield ffn
+            for samples in walk_back(self.model, self.layout, window, gradient, lowest=block.start):
+                if samples[0].layer_index in block:
+                    yield from samples
             self.progress(stage, number * len(stream) + i + 1, total)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from widellm.families import LayerModules, Layout
-from widellm.kernels.reference import activate
+from widellm.modeling.routed_mlp import channels, parts_of
 from widellm.routing.state import SubLayer
 
 CHUNK = 128
@@ -60,8 +60,9 @@ def sampled_label_gradient(generator: torch.Generator) -> LogitGradient:
 
 def walk_back(
     model: Any, layout: Layout, window: Tensor, logit_gradient: LogitGradient, lowest: int = 0
-) -> Iterator[tuple[Sample, Sample]]:
-    """Yield (attention, FFN) samples of each layer, from the last down to `lowest`, for one window int64 [T].
+) -> Iterator[list[Sample]]:
+    """Yield the samples of each layer (attention, FFN, as far as its family can route them), from the last down to
+    `lowest`, for one window int64 [T].
 
     The model runs at whatever thresholds it is set to; kernels are replaced by their differentiable form.
     """
@@ -71,8 +72,8 @@ def walk_back(
         grad = torch.autograd.grad(logits, top["hidden"], logit_gradient(logits[0].detach())[None])[0]
         del logits, top["logits"]
         for index in range(len(layout.layers) - 1, lowest - 1, -1):
-            attention, ffn, grad = _layer_back(layout, index, inputs.pop(), calls.pop(), grad)
-            yield attention, ffn
+            samples, grad = _layer_back(layout, index, inputs.pop(), calls.pop(), grad)
+            yield samples
 
 
 def _forward(model: Any, layout: Layout, window: Tensor) -> tuple[list[Tensor], list[Any], dict[str, Tensor]]:
@@ -99,8 +100,8 @@ def _forward(model: Any, layout: Layout, window: Tensor) -> tuple[list[Tensor], 
     return inputs, calls, top
 
 
-def _layer_back(layout: Layout, index: int, hidden: Tensor, call: Any, grad: Tensor) -> tuple[Sample, Sample, Tensor]:
-    """Run layer `index` again with a graph; return its two samples and the gradient of its input."""
+def _layer_back(layout: Layout, index: int, hidden: Tensor, call: Any, grad: Tensor) -> tuple[list[Sample], Tensor]:
+    """Run layer `index` again with a graph; return its samples and the gradient of its input."""
     modules = layout.layers[index]
     seen: dict[str, Tensor] = {}
 
@@ -124,44 +125,49 @@ def _layer_back(layout: Layout, index: int, hidden: Tensor, call: Any, grad: Ten
     hidden = hidden.requires_grad_(True)
     with ExitStack() as hooks, torch.enable_grad():
         hooks.callback(modules.attention.register_forward_pre_hook(note_call, with_kwargs=True).remove)
-        hooks.callback(modules.q_proj.register_forward_pre_hook(before("attention_x")).remove)
         hooks.callback(modules.o_proj.register_forward_pre_hook(before("attention_h")).remove)
-        hooks.callback(modules.o_proj.register_forward_hook(after("attention_out")).remove)
-        hooks.callback(modules.mlp.register_forward_pre_hook(before("ffn_x")).remove)
-        hooks.callback(modules.mlp.register_forward_hook(after("ffn_out")).remove)
+        for kind in layout.family.kinds:
+            hooks.callback(modules.entrance(kind).register_forward_pre_hook(before(f"{kind}_x")).remove)
+            hooks.callback(modules.exit(kind).register_forward_hook(after(f"{kind}_out")).remove)
         output = _tensor(modules.layer(hidden, *rest, **kwargs))
-    wanted = (seen["attention_out"], seen["ffn_out"], hidden)
-    g_attention, g_ffn, g_hidden = torch.autograd.grad(output, wanted, grad)
+    wanted = [seen[f"{kind}_out"] for kind in layout.family.kinds]
+    *gradients, g_hidden = torch.autograd.grad(output, (*wanted, hidden), grad)
+    samples = []
     with torch.no_grad():
-        sub: SubLayer | None = getattr(modules.attention, "_width", None)
-        if sub is not None and sub.threshold is not None:
-            seen["attention_h"] = _all_heads(modules, sub, *attention_calls[0])
-        attention = Sample(
-            index, "attention", *(_rows(t) for t in (seen["attention_x"], seen["attention_h"], g_attention))
-        )
-        ffn_x = seen["ffn_x"].detach()
-        ffn = Sample(index, "ffn", _rows(ffn_x), _rows(channels(modules, layout.activation, ffn_x)), _rows(g_ffn))
-    return attention, ffn, g_hidden
+        for kind, g in zip(layout.family.kinds, gradients, strict=True):
+            x = seen[f"{kind}_x"].detach()
+            with _nothing_dropped(getattr(modules.entrance(kind), "_width", None)) as routed:
+                if kind == "ffn":
+                    h = channels(x, parts_of(modules, layout.activation))
+                else:
+                    h = _all_heads(modules, *attention_calls[0]) if routed else seen["attention_h"]
+            samples.append(Sample(index, kind, _rows(x), _rows(h), _rows(g)))
+    return samples, g_hidden
 
 
-def _all_heads(modules: LayerModules, sub: SubLayer, args: Any, kwargs: Any) -> Tensor:
-    """What o would multiply if no head were dropped: dropped heads have no query, so the attention runs once more."""
-    seen: list[Tensor] = []
+@contextmanager
+def _nothing_dropped(sub: SubLayer | None) -> Iterator[bool]:
+    """Inside the block this sub-layer is dense; says whether it is routed outside."""
+    if sub is None or sub.threshold is None:
+        yield False
+        return
     threshold, keep = sub.threshold, sub.keep
-    handle = modules.o_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     try:
         sub.threshold = None
+        yield True
+    finally:
+        sub.threshold, sub.keep = threshold, keep
+
+
+def _all_heads(modules: LayerModules, args: Any, kwargs: Any) -> Tensor:
+    """What o would multiply if no head were dropped: dropped heads have no query, so the attention runs once more."""
+    seen: list[Tensor] = []
+    handle = modules.o_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    try:
         modules.attention(*args, **kwargs)
     finally:
         handle.remove()
-        sub.threshold, sub.keep = threshold, keep
     return seen[0]
-
-
-def channels(modules: LayerModules, activation: str, x: Tensor) -> Tensor:
-    """All FFN activations [..., F] of x [..., D]: what down would multiply if nothing were dropped."""
-    up = modules.up_proj(x)
-    return activate(up, activation) if modules.gate_proj is None else activate(modules.gate_proj(x), activation) * up
 
 
 def _rows(t: Tensor) -> Tensor:

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widellm.config import WidthConfig, check_budget
+from widellm.config import KINDS, WidthConfig, check_budget
 from widellm.errors import ConfigError, UnsupportedModelError
 from widellm.families import Family, LayerModules, Layout, locate
 from widellm.kernels import cpu
 from widellm.kernels.registry import check_backend
-from widellm.modeling.routed_attention import ATTENTION_NAME, RoutedOutput, RoutedQuery, register_attention
+from widellm.modeling import linears
+from widellm.modeling.routed_attention import ATTENTION_NAME, OwnFFN, RoutedIn, RoutedOut, register_attention
 from widellm.modeling.routed_layer import Binding, NativeHead, RoutedLayer
 from widellm.modeling.routed_mlp import RoutedMLP, is_plain_linear, parts_of
-from widellm.modeling.swap import check_swappable, dense_class, is_routed, routed, unrouted
+from widellm.modeling.swap import check_swappable, is_routed, routed, unrouted
 from widellm.routing.budget import Dial, WorkCounter, group_cost, routable_share
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
@@ -31,9 +32,10 @@ class Width:
     config: WidthConfig
     layout: Layout
     sublayers: tuple[SubLayer, ...]
-    """Ordered by layer, attention before FFN."""
+    """Ordered by layer, attention before FFN; only of the kinds that are routed."""
     permutations: Tensor
-    """int64 [layers, F]: channel now at position j was at permutations[layer, j] in the base model."""
+    """int64 [layers, F] (F = 0 where the FFN is not routed): channel now at position j was at
+    permutations[layer, j] in the base model."""
     dense_attention: str
     """The attention implementation to give back at detach."""
     dial: Dial | None = None
@@ -41,12 +43,11 @@ class Width:
 
     def counter(self) -> WorkCounter:
         """A fresh counter of the work this model does."""
-        return WorkCounter(self.sublayers, routable_share(self.layout))
+        return WorkCounter(self.sublayers, routable_share(self.layout, self.config.kinds))
 
     def owner(self, sub: SubLayer) -> Any:
-        """The module that holds the router of `sub` and receives what it reads: q_proj, or the MLP."""
-        modules = self.layout.layers[sub.layer_index]
-        return modules.q_proj if sub.kind == "attention" else modules.mlp
+        """The module that holds the router of `sub` and receives what it reads: the q projection, or the MLP."""
+        return self.layout.layers[sub.layer_index].entrance(sub.kind)
 
     def router(self, sub: SubLayer) -> Router:
         """The router that decides for `sub`."""
@@ -58,6 +59,9 @@ class Width:
     def watch(self, see: Callable[[int, Tensor], None]) -> Iterator[None]:
         """Inside the block, every forward calls see(place in `sublayers`, logits [B, T, G]), at budget 1.0 too."""
         with ExitStack() as hooks:
+            for modules in self.layout.layers:
+                if is_routed(modules.layer, RoutedLayer):
+                    modules.layer._native[-1].fused = None  # bind again, and see the hooks
             for place, sub in enumerate(self.sublayers):
 
                 def note(module: Any, args: Any, place: int = place) -> None:
@@ -100,17 +104,22 @@ def attach(
     layout = locate(model, family)
     if len(layout.layers) != config.num_hidden_layers:
         raise ConfigError(f"config is for {config.num_hidden_layers} layers, the model has {len(layout.layers)}")
-    groups = {
-        "attention": layout.groups("attention", config.head_group_size),
-        "ffn": layout.groups("ffn", config.ffn_group_size),
-    }
+    unfit = [kind for kind in config.kinds if kind not in layout.family.kinds]
+    if unfit:
+        raise ConfigError(
+            f"{layout.model_type} can route {', '.join(layout.family.kinds)} only, not {', '.join(unfit)}"
+        )
+    sizes = {"attention": config.head_group_size, "ffn": config.ffn_group_size}
+    groups = {kind: layout.groups(kind, sizes[kind]) for kind in config.kinds}
+    channels = layout.intermediate_size if "ffn" in config.kinds else 0
     for index, modules in enumerate(layout.layers):
-        for name in ("q_proj", "o_proj", "mlp", "layer"):
+        swapped = ("q_proj", "o_proj", "layer", *(("up_proj", "down_proj") if modules.mlp is None else ("mlp",)))
+        for name in swapped:
             check_swappable(getattr(modules, name), f"{name} of layer {index}")
     if permutations is None:
-        permutations = torch.arange(layout.intermediate_size).repeat(len(layout.layers), 1)
+        permutations = torch.arange(channels).repeat(len(layout.layers), 1)
     else:
-        permutations = check_permutations(permutations, len(layout.layers), layout.intermediate_size)
+        permutations = check_permutations(permutations, len(layout.layers), channels)
         for index, modules in enumerate(layout.layers):
             for part in (modules.gate_proj, modules.up_proj, modules.down_proj):
                 if part is not None and not is_plain_linear(part) and not _is_identity(permutations[index]):
@@ -118,28 +127,35 @@ def attach(
                         f"layer {index}'s {type(part).__name__} cannot be regrouped: use a model with plain linears"
                     )
 
+    fused = layout.fused_heads()
     sublayers = []
     for index, modules in enumerate(layout.layers):
         if not in_order:
-            _permute_channels(modules.gate_proj, modules.up_proj, modules.down_proj, permutations[index])
+            _permute_channels(modules, permutations[index])
         regrouped = not _is_identity(permutations[index])
-        for kind, owner in (("attention", modules.q_proj), ("ffn", modules.mlp)):
-            size = config.head_group_size if kind == "attention" else config.ffn_group_size
-            sub = SubLayer(kind, index, groups[kind], size, group_cost(layout, kind, size))
-            device = modules.up_proj.weight.device if kind == "ffn" else modules.q_proj.weight.device
-            owner.router = Router(layout.hidden_size, groups[kind], config.router_rank, device)
-            owner._width = sub
-            sublayers.append(sub)
-        modules.o_proj._width = modules.attention._width = modules.q_proj._width
-        modules.mlp._parts = parts_of(modules, layout.activation)
-        routed(modules.q_proj, RoutedQuery)
-        routed(modules.o_proj, RoutedOutput)
-        routed(modules.mlp, RoutedMLP)
-        if layout.family.plain_block and cpu.availability()[0]:
-            modules.layer._native = (modules, layout, sublayers[-2], sublayers[-1], regrouped, Binding())
+        own = []
+        for kind in config.kinds:
+            sub = SubLayer(kind, index, groups[kind], sizes[kind], group_cost(layout, kind, sizes[kind]))
+            if kind == "attention":
+                modules.attention._width = sub
+                sub.skips_in = not layout.family.whole_q
+                if fused is not None:
+                    sub.blocks = torch.tensor([sub.groups if h < 0 else h // sub.group_size for h in fused])
+            swaps = _behaviours(modules, kind)
+            entrance, device = swaps[0][0], next(modules.exit(kind).parameters()).device
+            entrance.router = Router(layout.hidden_size, groups[kind], config.router_rank, device)
+            if kind == "ffn" and modules.mlp is not None:
+                modules.mlp._parts = parts_of(modules, layout.activation)
+            for module, behaviour in swaps:
+                module._width = sub
+                routed(module, behaviour)
+            own.append(sub)
+        if layout.family.plain_block and config.kinds == KINDS and cpu.availability()[0]:
+            modules.layer._native = (modules, layout, own[0], own[1], regrouped, Binding())
             routed(modules.layer, RoutedLayer)
         if regrouped:
-            _store_input_major(modules, True)
+            _store_for_kernels(modules, True)
+        sublayers += own
 
     head = model.get_output_embeddings()
     if cpu.availability()[0] and is_plain_linear(head) and not all(map(_is_identity, permutations)):
@@ -147,7 +163,7 @@ def attach(
         routed(head, NativeHead)
 
     dense_attention = str(model.config._attn_implementation)
-    if dense_attention == "sdpa":
+    if dense_attention == "sdpa" and layout.family.attention_function and "attention" in config.kinds:
         register_attention()
         model.set_attn_implementation(ATTENTION_NAME)
     width = Width(config, layout, tuple(sublayers), permutations, dense_attention)
@@ -159,25 +175,26 @@ def detach(model: Any) -> Any:
     """Give back the dense model, bit for bit, in place; returns it."""
     width = width_of(model)
     for index, modules in enumerate(width.layout.layers):
-        unrouted(modules.q_proj, RoutedQuery)
-        unrouted(modules.o_proj, RoutedOutput)
-        unrouted(modules.mlp, RoutedMLP)
         if is_routed(modules.layer, RoutedLayer):
             unrouted(modules.layer, RoutedLayer)
             del modules.layer._native
-        _store_input_major(modules, False)
-        for owner in (modules.q_proj, modules.mlp):
-            del owner.router
-        for owner in (modules.q_proj, modules.o_proj, modules.attention, modules.mlp):
-            del owner._width
-        del modules.mlp._parts
-        inverse = torch.argsort(width.permutations[index])
-        _permute_channels(modules.gate_proj, modules.up_proj, modules.down_proj, inverse)
+        for kind in width.config.kinds:
+            del modules.entrance(kind).router
+            for module, behaviour in _behaviours(modules, kind):
+                unrouted(module, behaviour)
+                del module._width
+        if "attention" in width.config.kinds:
+            del modules.attention._width
+        if "ffn" in width.config.kinds and modules.mlp is not None:
+            del modules.mlp._parts
+        _store_for_kernels(modules, False)
+        _permute_channels(modules, torch.argsort(width.permutations[index]))
     head = model.get_output_embeddings()
     if is_routed(head, NativeHead):
         unrouted(head, NativeHead)
         del head._width
-    model.set_attn_implementation(width.dense_attention)
+    if model.config._attn_implementation != width.dense_attention:
+        model.set_attn_implementation(width.dense_attention)
     del model._widellm
     return model
 
@@ -229,34 +246,43 @@ def check_permutations(permutations: Tensor, layers: int, channels: int) -> Tens
     return permutations
 
 
-def _store_input_major(modules: LayerModules, input_major: bool) -> None:
-    """Store o and down so that what one head group or channel group multiplies is one block (or undo it), on the CPU.
+def _behaviours(modules: LayerModules, kind: str) -> list[tuple[Any, type]]:
+    """(module, behaviour put before its class) of one sub-layer; the first holds its router."""
+    if kind == "attention":
+        return [(modules.q_proj, RoutedIn), (modules.o_proj, RoutedOut)]
+    if modules.mlp is not None:
+        return [(modules.mlp, RoutedMLP)]
+    return [(modules.up_proj, RoutedIn), (modules.down_proj, RoutedOut), (modules.layer, OwnFFN)]
+
+
+def _store_for_kernels(modules: LayerModules, routed: bool) -> None:
+    """Store o and down so that what one head group or channel group multiplies is one block, and what is read by rows
+    by rows (or undo it), on the CPU.
 
     The parameter keeps its shape and values and becomes a transposed view: no second copy. Kernels then skip a dropped
     group by not reading it at all.
     """
     for linear in (modules.o_proj, modules.down_proj):
-        if dense_class(linear) is not torch.nn.Linear:
-            continue
-        weight = linear.weight
-        if weight.device.type == "cpu" and weight.dtype in cpu.NATIVE_TYPES:
-            weight.data = weight.data.t().contiguous().t() if input_major else weight.data.contiguous()
+        if linear is not None:
+            linears.store(linear, True if routed else None)
+    for linear in (modules.q_proj, modules.gate_proj, modules.up_proj):
+        if linear is not None:
+            linears.store(linear, False if routed else None)
 
 
 def _is_identity(permutation: Tensor) -> bool:
     return bool((permutation == torch.arange(permutation.numel())).all())
 
 
-@torch.no_grad()
-def _permute_channels(gate: Any, up: Any, down: Any, permutation: Tensor) -> None:
+def _permute_channels(modules: LayerModules, permutation: Tensor) -> None:
     """Reorder FFN channels in place: rows of gate and up, columns of down. One matrix is copied at a time."""
-    if _is_identity(permutation) or up.weight.is_meta:
+    if _is_identity(permutation) or modules.up_proj.weight.is_meta:
         return
-    for linear in (gate, up):
-        if linear is not None:
-            order = permutation.to(linear.weight.device)
-            linear.weight.copy_(linear.weight[order])
-            if linear.bias is not None:
-                linear.bias.copy_(linear.bias[order])
-    order = permutation.to(down.weight.device)
-    down.weight.copy_(down.weight[:, order])
+    gate, up = modules.gate_proj, modules.up_proj
+    if gate is up:
+        linears.reorder_outputs(up, torch.cat([permutation, permutation + permutation.numel()]))
+    else:
+        for linear in (gate, up):
+            if linear is not None:
+                linears.reorder_outputs(linear, permutation)
+    linears.reorder_inputs(modules.down_proj, permutation)

@@ -1,6 +1,7 @@
 """Routed attention in three leaves: a q projection that routes, an attention function, an o projection.
 
 The attention module's own forward is untouched: it calls the three, with rotary embedding, norms and cache between.
+An FFN whose linears belong to the layer itself is routed by the same two projections.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from widellm.kernels import masked, registry
-from widellm.modeling.swap import dense_class
+from widellm.modeling.linears import is_bare_linear, matrix
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
 
@@ -22,8 +23,11 @@ ATTENTION_NAME = "widellm_sdpa"
 """The registered attention function: transformers' sdpa for everything that is not worth skipping."""
 
 
-class RoutedQuery:
-    """Behaviour of a routed q projection: decides which head groups this token computes. `[B,T,D]` -> `[B,T,H*d]`."""
+class RoutedIn:
+    """Behaviour of a projection into the groups: decides which groups this token computes. `[..., D]` -> `[..., N]`.
+
+    It is q (or a fused q, k, v: then only q's rows are skipped), or the first linear of an FFN that is no module.
+    """
 
     router: Router
     _width: SubLayer
@@ -35,16 +39,21 @@ class RoutedQuery:
             return super().forward(x)  # type: ignore[misc]
         rows = x.reshape(-1, x.shape[-1])
         keep = self.router(rows) > sub.threshold
-        sub.keep = keep.view(*x.shape[:-1], sub.groups)
-        if not _bare(self):
-            q = super().forward(x)  # type: ignore[misc]
-            return masked.drop(q.reshape(-1, q.shape[-1]), keep).view(q.shape)
-        q = registry.routed_in(rows, self.weight, keep, self.bias, sub.backend)  # type: ignore[attr-defined]
-        return q.view(*x.shape[:-1], -1)
+        sub.keep = keep.view(*(sub.lead or x.shape[:-1]), sub.groups)
+        if not sub.skips_in:
+            return super().forward(x)  # type: ignore[misc]
+        if sub.blocks is not None:
+            # one decision for each head's rows of the fused weight; the last column stands for k and v
+            keep = torch.nn.functional.pad(keep, (0, 1), value=True)[:, sub.blocks.to(keep.device)]
+        if not is_bare_linear(self):  # type: ignore[arg-type]
+            y = super().forward(x)  # type: ignore[misc]
+            return masked.drop(y.reshape(-1, y.shape[-1]), keep).view(y.shape)
+        y = registry.routed_in(rows, matrix(self), keep, self.bias, sub.backend)  # type: ignore[attr-defined]
+        return y.view(*x.shape[:-1], -1)
 
 
-class RoutedOutput:
-    """Behaviour of a routed o projection: reads only the heads that q's decision kept. `[B,T,H*d]` -> `[B,T,D]`."""
+class RoutedOut:
+    """Behaviour of a projection out of the groups: reads only what the decision kept. `[..., N]` -> `[..., D]`."""
 
     _width: SubLayer
 
@@ -53,15 +62,20 @@ class RoutedOutput:
         if sub.threshold is None or sub.keep is None:
             return super().forward(h)  # type: ignore[misc]
         rows, keep = h.reshape(-1, h.shape[-1]), sub.keep.reshape(-1, sub.groups)
-        if not _bare(self):
+        if not is_bare_linear(self):  # type: ignore[arg-type]
             return super().forward(masked.drop(rows, keep).view(h.shape))  # type: ignore[misc]
-        y = registry.routed_out(rows, self.weight, keep, self.bias, sub.backend)  # type: ignore[attr-defined]
+        y = registry.routed_out(rows, matrix(self), keep, self.bias, sub.backend)  # type: ignore[attr-defined]
         return y.view(*h.shape[:-1], -1)
 
 
-def _bare(module: Any) -> bool:
-    """Whether a routed projection was a bare nn.Linear before its class was changed (not quantised, not an adapter)."""
-    return dense_class(module) is torch.nn.Linear
+class OwnFFN:
+    """Behaviour of a decoder layer whose FFN is no module: it flattens the batch before its first linear."""
+
+    _width: SubLayer
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._width.lead = tuple(hidden_states.shape[:-1])
+        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
 
 def _attention(

@@ -14,7 +14,7 @@ from widellm.errors import BackendError
 from widellm.families import LayerModules, Layout
 from widellm.kernels import cpu
 from widellm.kernels.fused import FusedLayer
-from widellm.modeling.routed_mlp import is_plain_linear
+from widellm.modeling.linears import is_plain_linear
 from widellm.modeling.swap import dense_class
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
@@ -54,14 +54,17 @@ class RoutedLayer:
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or not self._fits(hidden_states, kwargs):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        modules, _, attention, ffn, _, binding = self._native
+        modules, layout, attention, ffn, _, binding = self._native
         fused = binding.fused
         assert fused is not None
         thresholds = (attention.threshold, ffn.threshold)
         if binding.thresholds != thresholds:
             fused.set_thresholds(*thresholds)
             binding.thresholds = thresholds
+        switch = layout.family.rope_switch
         cos, sin = kwargs["position_embeddings"]
+        if switch is not None and not getattr(modules.attention, switch):
+            cos = sin = None
         q, k, v, keep = fused.qkv(hidden_states, cos, sin)
         cache = kwargs.get("cache")
         if cache is None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from widellm.families import LayerModules
 from widellm.kernels import masked, registry
 from widellm.kernels.reference import activate
+from widellm.modeling.linears import is_plain_linear, matrix
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
+
+__all__ = ["RoutedMLP", "channels", "is_plain_linear", "parts_of"]
+
+Parts = tuple[Any, Any, Any, str]
+"""(gate or None, up, down, activation). A gate that is up itself is fused with it: its rows come first."""
 
 
 class RoutedMLP:
@@ -18,7 +24,7 @@ class RoutedMLP:
 
     router: Router
     _width: SubLayer
-    _parts: tuple[Any, Any, Any, str]
+    _parts: Parts
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         sub = self._width
@@ -30,33 +36,37 @@ class RoutedMLP:
         sub.keep = keep.view(*x.shape[:-1], sub.groups)
         gate, up, down, act = self._parts
         if not all(m is None or is_plain_linear(m) for m in (gate, up, down)):
-            return _by_modules(x, gate, up, down, act, keep)
-        y = registry.routed_ffn(
-            rows,
-            None if gate is None else gate.weight,
-            up.weight,
-            down.weight,
-            keep,
-            act,
-            None if gate is None else gate.bias,
-            up.bias,
-            down.bias,
-            sub.backend,
-        )
+            # more than a weight (an adapter, quantised): call it, then drop; nothing is skipped
+            h = channels(x, self._parts)
+            return down(masked.drop(h.reshape(-1, h.shape[-1]), keep).view(h.shape))
+        w_gate, b_gate, w_up, b_up = _weights(gate, up)
+        y = registry.routed_ffn(rows, w_gate, w_up, matrix(down), keep, act, b_gate, b_up, down.bias, sub.backend)
         return y.view(x.shape)
 
 
-def _by_modules(x: Tensor, gate: Any, up: Any, down: Any, act: str, keep: Tensor) -> Tensor:
-    """Projections that are more than a weight (adapters, quantised): call them, then drop; nothing is skipped."""
-    h = activate(up(x), act) if gate is None else activate(gate(x), act) * up(x)
-    return down(masked.drop(h.reshape(-1, h.shape[-1]), keep).view(h.shape))
+def channels(x: Tensor, parts: Parts) -> Tensor:
+    """All FFN activations [..., F] of x [..., D]: what down multiplies when nothing is dropped."""
+    gate, up, _, act = parts
+    if gate is None:
+        return activate(up(x), act)
+    if gate is up:
+        gated, plain = up(x).chunk(2, -1)
+        return activate(gated, act) * plain
+    return activate(gate(x), act) * up(x)
 
 
-def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module is a bare nn.Linear, whose weight a kernel may read instead of calling the module."""
-    return type(module) is nn.Linear and not module._forward_pre_hooks and not module._forward_hooks
+def _weights(gate: Any, up: Any) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    """(gate's matrix and bias, up's matrix and bias): views of one weight where they are fused."""
+    w_up, b_up = matrix(up), up.bias
+    if gate is None:
+        return None, None, w_up, b_up
+    if gate is not up:
+        return matrix(gate), gate.bias, w_up, b_up
+    half = w_up.shape[0] // 2
+    b_gate, b_up = (None, None) if b_up is None else (b_up[:half], b_up[half:])
+    return w_up[:half], b_gate, w_up[half:], b_up
 
 
-def parts_of(modules: LayerModules, activation: str) -> tuple[Any, Any, Any, str]:
+def parts_of(modules: LayerModules, activation: str) -> Parts:
     """What RoutedMLP needs of a layer, as a tuple so that torch does not register the modules a second time."""
     return (modules.gate_proj, modules.up_proj, modules.down_proj, activation)

@@ -112,6 +112,10 @@ def describe(
     The first `shown` tokens of `whole` are counted one by one; the curve takes up to CURVE_TOKENS of it.
     """
     width = width_of(model)
+    if width.config.kinds != KINDS:
+        raise ConfigError(
+            f"the report needs attention and FFN routed; this model routes {', '.join(width.config.kinds)}"
+        )
     budget = get_budget(model)
     ids = torch.tensor(whole.ids[:shown], dtype=torch.long)
     progress("who computes what", 0, 1)
@@ -139,7 +143,7 @@ def describe(
             "group_size": {kind: groups[kind].group_size for kind in KINDS},
             "group_weights": {kind: groups[kind].group_cost for kind in KINDS},
             "routable_weights": masks.routable_weights(width),
-            "routable_share": routable_share(width.layout),
+            "routable_share": routable_share(width.layout, width.config.kinds),
         },
         "work": dataclasses.asdict(counter.work(budget)),
         "spread": {

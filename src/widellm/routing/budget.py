@@ -16,18 +16,12 @@ from widellm.routing.state import SubLayer
 
 def group_cost(layout: Layout, kind: str, group_size: int) -> int:
     """Multiply-adds per token of one kept group: q and o rows of its heads, or gate, up and down of its channels."""
-    if kind == "attention":
-        return 2 * group_size * layout.head_dim * layout.hidden_size
-    matrices = 2 if layout.family.gate_proj is None else 3
-    return matrices * group_size * layout.hidden_size
+    return layout.cost(kind) // layout.groups(kind, group_size)
 
 
-def routable_share(layout: Layout) -> float:
-    """Routable multiply-adds (q, o, gate, up, down) over those of all layer weights (k and v too)."""
-    routable = group_cost(layout, "attention", layout.num_attention_heads)
-    routable += group_cost(layout, "ffn", layout.intermediate_size)
-    always = 2 * layout.num_key_value_heads * layout.head_dim * layout.hidden_size
-    return routable / (routable + always)
+def routable_share(layout: Layout, kinds: Sequence[str] = KINDS) -> float:
+    """Multiply-adds of the kinds that are routed over those of all layer weights (k and v too)."""
+    return sum(layout.cost(kind) for kind in kinds) / layout.whole_cost()
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,9 @@ class WorkCounter:
         sparsity = {}
         for kind in KINDS:
             of_kind = torch.tensor([s.kind == kind for s in self.sublayers])
-            sparsity[kind] = 1.0 - float((density * groups)[of_kind].sum() / groups[of_kind].sum())
+            sparsity[kind] = 0.0  # a kind that is not routed: nothing of it is dropped
+            if bool(of_kind.any()):
+                sparsity[kind] = 1.0 - float((density * groups)[of_kind].sum() / groups[of_kind].sum())
         return Work(budget, saved, saved * self.routable_share, sparsity["attention"], sparsity["ffn"])
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass
 class SubLayer:
-    """One routed attention or FFN. A forward writes `keep` and nothing else; attach and the dial set the rest."""
+    """One routed attention or FFN. A forward writes `keep` (and `lead`); attach and the dial set the rest."""
 
     kind: str
     """"attention" or "ffn"."""
@@ -23,5 +23,11 @@ class SubLayer:
     """A group is kept where its logit exceeds this; None: everything is kept and the router does not run."""
     backend: str = "auto"
     """Which kernels to use: a name of `kernels.registry.backends()`, or "auto"."""
+    blocks: Tensor | None = None
+    """int64 [H + 2K], of a fused q, k, v: the group that each head's rows belong to, or `groups`: always computed."""
+    skips_in: bool = True
+    """Whether the projection into the groups may leave out what is dropped."""
+    lead: tuple[int, ...] | None = None
+    """[B, T] where the sub-layer itself sees them flattened."""
     keep: Tensor | None = None
     """bool [B, T, G] of the last forward, True = computed; None after a dense one."""

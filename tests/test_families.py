@@ -1,0 +1,167 @@
+"""The contract of every supported model family, and what is said to those that are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from family_contract import CHECKS, logits_of, make, tokens
+from routing_helpers import route
+from tiny import CONTRACT, tiny_model
+from widellm.config import WidthConfig
+from widellm.errors import ConfigError, UnsupportedModelError
+from widellm.families import FAMILIES, locate
+from widellm.modeling.attach import attach, width_of
+from widellm.modeling.linears import is_plain_linear, matrix
+
+
+@pytest.mark.requirement("R11")
+@pytest.mark.requirement("R17")
+@pytest.mark.requirement("R19")
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", CONTRACT)
+def test_contract(name: str, check: str) -> None:
+    CHECKS[check](name)
+
+
+def test_every_family_has_a_contract() -> None:
+    assert {family for family, _ in CONTRACT.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("llama", None),
+        ("phi3", [0, 1, 2, 3, -1, -1, -1, -1]),
+        ("gpt_neox", [0, -1, -1, 1, -1, -1, 2, -1, -1, 3, -1, -1]),
+        ("falcon", [0, 1, 2, 3, -1, -1]),
+        ("falcon-gqa", [0, 1, -1, -1, 2, 3, -1, -1]),
+    ],
+)
+def test_the_rows_of_a_fused_projection(name: str, heads: list[int] | None) -> None:
+    assert locate(make(name)).fused_heads() == heads
+
+
+def test_a_fused_projection_makes_k_and_v_of_every_token() -> None:
+    model, ids = make("gpt_neox"), tokens(1, 7)
+    sub = route(model).sublayers[0]
+    qkv = model.gpt_neox.layers[0].attention.query_key_value
+    seen: list[torch.Tensor] = []
+    qkv.register_forward_hook(lambda module, args, output: seen.extend((args[0], output)))
+    logits_of(model, ids)
+    by_head = seen[1].view(7, 4, 3, 8)
+    whole = torch.nn.functional.linear(seen[0], qkv.weight, qkv.bias).view(7, 4, 3, 8)
+    torch.testing.assert_close(by_head[:, :, 1:], whole[:, :, 1:], atol=1e-5, rtol=1e-4)
+    assert sub.keep is not None and not by_head[:, :, 0][~sub.keep[0]].any()
+
+
+def test_a_norm_across_heads_gets_all_of_them() -> None:
+    """OLMo 2 norms q over all heads at once: with zeros for the dropped ones, kept heads would change."""
+    model, ids = make("olmo2"), tokens(1, 7)
+    sub = route(model).sublayers[0]
+    attention = model.model.layers[0].self_attn
+    seen: list[torch.Tensor] = []
+    attention.q_norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    logits_of(model, ids)
+    assert sub.keep is not None and not sub.keep.all() and bool((seen[0] != 0).all())
+    # q is not saved, so it does not count as routable
+    assert sub.group_cost * sub.groups == attention.o_proj.weight.numel()
+
+
+def test_the_whole_layer_decode_leaves_out_rotary_embeddings_where_the_family_does() -> None:
+    from widellm.kernels import cpu
+    from widellm.modeling.routed_layer import RoutedLayer
+
+    if not cpu.availability()[0]:
+        pytest.skip(f"native library: {cpu.availability()[1]}")
+    model = make("smollm3")
+    assert [bool(layer.self_attn.use_rope) for layer in model.model.layers] == [True, False]
+    route(model)
+    logits_of(model, tokens(1, 4))
+    # the contract's check of the cache compares these layers with a whole forward
+    assert all(isinstance(m, RoutedLayer) and m._native[-1].fused is not None for m in model.model.layers)
+
+
+def test_transposed_weights_are_stored_for_kernels_and_given_back() -> None:
+    model = make("gpt2")
+    block = model.transformer.h[0]
+    route(model)
+    if block.mlp.c_proj.weight.device.type == "cpu":
+        assert matrix(block.attn.c_attn).stride(1) == 1 and matrix(block.mlp.c_proj).stride(0) == 1
+    assert is_plain_linear(block.mlp.c_fc) and matrix(block.mlp.c_fc).shape == (48, 32)
+
+
+def test_experts_are_left_alone() -> None:
+    model = make("mixtral")
+    with pytest.raises(ConfigError, match="mixtral can route attention only, not ffn"):
+        attach(model, WidthConfig("mixtral", 2, ffn_group_size=8))
+    width = route(model)
+    assert [s.kind for s in width.sublayers] == ["attention"] * 2
+    assert list(width.permutations.shape) == [2, 0] and width.config.kinds == ("attention",)
+    logits_of(model, tokens(1, 5))
+    counter = width.counter()
+    counter.add(None, (1, 5))
+    assert counter.work(0.5).ffn_sparsity == 0.0 < counter.work(0.5).attention_sparsity
+
+
+@pytest.mark.parametrize("kind", ["attention", "ffn"])
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_one_kind_alone_can_be_routed(name: str, kind: str) -> None:
+    model = make(name)
+    width = attach(model, WidthConfig(locate(model).model_type, 2, 1, 8, kinds=(kind,)))
+    for sub in width.sublayers:
+        sub.threshold = 0.0
+        torch.nn.init.normal_(width.router(sub).bias)
+    logits_of(model, tokens(1, 5))
+    assert [s.kind for s in width.sublayers] == [kind] * 2 and all(s.keep is not None for s in width.sublayers)
+
+
+@pytest.mark.parametrize("kinds", [(), ("heads",), "ffn", ("ffn", "attention", "depth")])
+def test_unknown_kinds_are_refused(kinds: Any) -> None:
+    with pytest.raises(ConfigError, match="kinds must name one or both of attention, ffn"):
+        WidthConfig("llama", 2, kinds=kinds)
+
+
+@pytest.mark.requirement("R24")
+def test_an_activation_without_kernels_is_named() -> None:
+    with pytest.raises(UnsupportedModelError, match="activation 'relu2' is not supported; known: gelu"):
+        locate(tiny_model("llama", hidden_act="relu2"))
+
+
+@pytest.mark.requirement("R24")
+def test_experts_in_a_dense_familys_place_are_named() -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_experts=4,
+        moe_intermediate_size=8,
+        vocab_size=32,
+    )
+    with pytest.raises(
+        UnsupportedModelError, match="'qwen3_moe' is not supported .it lacks .*0.mlp.gate_proj.*mixtral"
+    ):
+        locate(Qwen3MoeForCausalLM(config))
+
+
+def test_masks_of_flattened_sub_layers_have_a_batch() -> None:
+    """OPT flattens [B, T, D] before its FFN; its masks are [B, T, G] all the same."""
+    model = make("opt")
+    route(model)
+    logits_of(model, tokens(2, 5))
+    assert all(sub.keep is not None and sub.keep.shape[:2] == (2, 5) for sub in width_of(model).sublayers)
+
+
+def test_watching_sees_few_tokens_too() -> None:
+    """A layer bound natively does not call its modules; watching the routers must not miss it."""
+    model, ids = make("llama"), tokens(1, 4)
+    width = route(model)
+    logits_of(model, ids)
+    seen: list[int] = []
+    with width.watch(lambda place, logits: seen.append(place)):
+        logits_of(model, ids)
+    assert seen == [0, 1, 2, 3]
