@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,8 @@ from routing_helpers import route
 from tiny import CONTRACT, tiny_model
 from widellm.config import WidthConfig
 from widellm.errors import ConfigError, UnsupportedModelError
-from widellm.families import FAMILIES, locate
-from widellm.modeling.attach import attach, width_of
+from widellm.families import FAMILIES, Family, locate
+from widellm.modeling.attach import attach, detach, width_of
 from widellm.modeling.linears import is_plain_linear, matrix
 
 
@@ -165,3 +167,31 @@ def test_watching_sees_few_tokens_too() -> None:
     with width.watch(lambda place, logits: seen.append(place)):
         logits_of(model, ids)
     assert seen == [0, 1, 2, 3]
+
+
+@pytest.mark.requirement("R24")
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_guide_by_following_it(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/families.md is short, and the family it adds as an example keeps the contract."""
+    guide = (Path(__file__).parents[1] / "docs" / "families.md").read_text(encoding="utf-8")
+    assert len(guide.splitlines()) <= 50
+    entry = re.search(r'^ +"(\w+)": (Family\(.*\)),$', guide, re.MULTILINE)
+    contract = re.search(r'Add `"(.+)": (\(.+\))` to `CONTRACT`', guide)
+    assert entry is not None and contract is not None and entry[1] == contract[1]
+    monkeypatch.setitem(FAMILIES, entry[1], eval(entry[2], {"Family": Family}))
+    monkeypatch.setitem(CONTRACT, contract[1], eval(contract[2]))
+    CHECKS[check](entry[1])
+
+
+@pytest.mark.requirement("R22")
+@pytest.mark.parametrize("name", CONTRACT)
+def test_every_family_attaches_on_the_meta_device(name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = make(name).config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layout = locate(model)
+    width = attach(model, WidthConfig(layout.model_type, 2, 2, 8, 4, kinds=layout.family.kinds))
+    assert all(p.is_meta for sub in width.sublayers for p in width.router(sub).parameters())
+    detach(model)
