@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from widellm.kernels import masked, registry
 from widellm.modeling.swap import dense_class
 from widellm.routing.router import Router
-from widellm.routing.state import SubLayer
+from widellm.routing.state import SubLayer, decide
 
 ATTENTION_NAME = "widellm_sdpa"
 """The registered attention function: transformers' sdpa for everything that is not worth skipping."""
@@ -34,7 +34,7 @@ class RoutedQuery:
             sub.keep = None
             return super().forward(x)  # type: ignore[misc]
         rows = x.reshape(-1, x.shape[-1])
-        keep = self.router(rows) > sub.threshold
+        keep = decide(self.router(rows), x.shape, sub)
         sub.keep = keep.view(*x.shape[:-1], sub.groups)
         if not _bare(self):
             q = super().forward(x)  # type: ignore[misc]
@@ -50,9 +50,14 @@ class RoutedOutput:
 
     def forward(self, h: Tensor) -> Tensor:
         sub = self._width
+        rows = h.reshape(-1, h.shape[-1])
         if sub.threshold is None or sub.keep is None:
-            return super().forward(h)  # type: ignore[misc]
-        rows, keep = h.reshape(-1, h.shape[-1]), sub.keep.reshape(-1, sub.groups)
+            weight: Tensor = self.weight  # type: ignore[attr-defined]
+            if not _bare(self) or not registry.native_when_dense("routed_out", rows, weight, h.shape[-1], sub):
+                return super().forward(h)  # type: ignore[misc]
+            keep = torch.ones(rows.shape[0], sub.groups, dtype=torch.bool)
+        else:
+            keep = sub.keep.reshape(-1, sub.groups)
         if not _bare(self):
             return super().forward(masked.drop(rows, keep).view(h.shape))  # type: ignore[misc]
         y = registry.routed_out(rows, self.weight, keep, self.bias, sub.backend)  # type: ignore[attr-defined]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from widellm.families import LayerModules
 from widellm.kernels import masked, registry
 from widellm.kernels.reference import activate
 from widellm.routing.router import Router
-from widellm.routing.state import SubLayer
+from widellm.routing.state import SubLayer, decide
 
 
 class RoutedMLP:
@@ -22,14 +23,19 @@ class RoutedMLP:
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         sub = self._width
+        gate, up, down, act = self._parts
+        plain = all(m is None or is_plain_linear(m) for m in (gate, up, down))
+        rows = x.reshape(-1, x.shape[-1])
         if sub.threshold is None:
             sub.keep = None
-            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        rows = x.reshape(-1, x.shape[-1])
-        keep = self.router(rows) > sub.threshold
-        sub.keep = keep.view(*x.shape[:-1], sub.groups)
-        gate, up, down, act = self._parts
-        if not all(m is None or is_plain_linear(m) for m in (gate, up, down)):
+            width = sub.groups * sub.group_size
+            if not plain or not registry.native_when_dense("routed_ffn", rows, down.weight, width, sub):
+                return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+            keep = torch.ones(rows.shape[0], sub.groups, dtype=torch.bool)
+        else:
+            keep = decide(self.router(rows), x.shape, sub)
+            sub.keep = keep.view(*x.shape[:-1], sub.groups)
+        if not plain:
             return _by_modules(x, gate, up, down, act, keep)
         y = registry.routed_ffn(
             rows,

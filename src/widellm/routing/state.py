@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Size, Tensor
+
+from widellm.routing.router import agreed
 
 
 @dataclass
@@ -23,5 +25,15 @@ class SubLayer:
     """A group is kept where its logit exceeds this; None: everything is kept and the router does not run."""
     backend: str = "auto"
     """Which kernels to use: a name of `kernels.registry.backends()`, or "auto"."""
+    shared: bool = False
+    """Whether the sequences of a batch agree on one set of groups per decoded token."""
     keep: Tensor | None = None
     """bool [B, T, G] of the last forward, True = computed; None after a dense one."""
+
+
+def decide(logits: Tensor, shape: Size, sub: SubLayer) -> Tensor:
+    """Which groups each row keeps: bool [M, G] from logits [M, G] of an input of this shape `[B, T, D]`."""
+    assert sub.threshold is not None
+    if sub.shared and len(shape) == 3 and shape[0] > 1 and shape[1] == 1:
+        return agreed(logits, sub.threshold)
+    return logits > sub.threshold
