@@ -62,7 +62,7 @@ def test_every_op_gives_rows_with_the_promised_keys(tiny_shape: None, dtype: tor
     assert {row["kind"] for row in found} == {"op"}
     assert all(row["speedup"] == pytest.approx(row["dense_ms"] / row["ms"], rel=1e-2) for row in found)
     assert {r.dense_backend for r in rows} <= {"torch", "cpu"}
-    native = {"layer", "attention_step"} if cpu.availability()[0] else set()
+    native = {"layer", "attention_step", "interleaved"} if cpu.availability()[0] else set()
     assert {r.op for r in rows} == {*cases.CASES, "router"} | native
     assert {(r.rows, r.masks) for r in rows if r.op == "routed_ffn"} >= {(1, "random"), (8, "shared"), (64, "random")}
     json.dumps(found, allow_nan=False)
@@ -111,7 +111,7 @@ def test_alternating_takes_medians_and_runs_all() -> None:
         return run
 
     times = alternate({name: call(name) for name in count}, rounds=3, seconds=0.0)
-    assert count == {"a": 5, "b": 5}
+    assert count == {"a": 4, "b": 4}
     assert all(t.ms >= 0 and t.spread >= 1 for t in times.values())
 
 
@@ -185,7 +185,8 @@ def test_a_routed_directory_is_timed_under_every_engine(
     assert all(set(row) >= MODEL_KEYS for row in found) and notes == []
     expected = {(e, b) for e, b in (("widellm", 1.0), ("widellm", 0.5), ("transformers", 1.0))}
     for phase in models.PHASES:
-        assert {(r["engine"], r["budget"]) for r in found if r["phase"] == phase} == expected
+        wanted = {("widellm", 0.5)} if phase == "batch_shared" else expected
+        assert {(r["engine"], r["budget"]) for r in found if r["phase"] == phase} == wanted
     assert all(r["tokens_per_s"] > 0 and r["peak_memory_gb"] > 0 for r in found)
     assert all((r["token_ms"] is None) == (r["phase"] == "prefill") for r in found)
 

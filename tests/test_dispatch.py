@@ -128,6 +128,14 @@ def test_native_kernels_are_taken_where_they_win() -> None:
     assert dispatch.choose_attention(query, query) == "cpu"
 
 
+@pytest.mark.skipif(not cpu.availability()[0], reason="the native library is not built")
+def test_dense_is_taken_where_everything_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for op in ("routed_ffn", "routed_in", "routed_out"):
+        assert choose(512, 1.0, op=op) == "masked" and choose(512, 0.75, op=op) == choose(32, 1.0, op=op) == "cpu"
+    monkeypatch.setattr(dispatch, "DENSE_MAX_FFN", 16)
+    assert choose(512, 1.0) == "cpu" and choose(512, 1.0, op="routed_out") == "masked"
+
+
 @pytest.mark.requirement("R28")
 @pytest.mark.parametrize("fastest", ["masked", "grouped", "cpu"])
 def test_the_choice_changes_time_not_results(fastest: str) -> None:

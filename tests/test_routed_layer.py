@@ -10,9 +10,10 @@ import torch
 
 from routing_helpers import route
 from tiny import CASES, SHAPES, tiny_model
-from widellm.kernels import cpu
-from widellm.modeling.attach import set_backend, set_budget, width_of
+from widellm.kernels import cpu, dispatch
+from widellm.modeling.attach import set_backend, set_batch_shared, set_budget, width_of
 from widellm.modeling.routed_layer import RoutedLayer
+from widellm.routing.router import agreed
 
 pytestmark = pytest.mark.skipif(not cpu.availability()[0], reason=f"native library: {cpu.availability()[1]}")
 
@@ -97,3 +98,107 @@ def test_budget_one_is_dense(regroup: bool) -> None:
     else:
         assert torch.equal(got, expected)
     assert all(s.keep is None for s in width_of(model).sublayers)
+
+
+@torch.no_grad()
+def test_a_cache_with_room_grows_like_any_other() -> None:
+    """Every way of touching a DynamicCache between two tokens: the next logits are those of a plain one."""
+    from transformers import DynamicCache
+
+    model = tiny_model("llama")
+    route(model)
+    plain = copy.deepcopy(model)
+    set_backend(plain, "masked")  # its layers run as modules, on the cache's own update
+    ids = torch.randint(0, 250, (2, 100), generator=torch.Generator().manual_seed(2))
+    caches = [DynamicCache(config=m.config) for m in (model, plain)]
+
+    def both(more: torch.Tensor, given: list[Any]) -> None:
+        logits = [m(more, past_key_values=c).logits for m, c in zip((model, plain), given, strict=True)]
+        torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-3)
+        for ours, theirs in zip(given[0].layers, given[1].layers, strict=True):
+            torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-5, rtol=1e-3)
+            torch.testing.assert_close(ours.values, theirs.values, atol=1e-5, rtol=1e-3)
+
+    both(ids[:, :5], caches)
+    before = caches[0].layers[0].keys.clone()
+    for t in range(5, 80):  # through the end of the first buffers
+        both(ids[:, t : t + 1], caches)
+    view = caches[0].layers[0].keys
+    assert view.data_ptr() != 0 and view.stride(1) > view.shape[2] * view.shape[3]  # there is room
+    torch.testing.assert_close(view[:, :, :5], before)
+
+    deep = [copy.deepcopy(c) for c in caches]
+    shallow = [copy.copy(c) for c in caches]
+    for c in shallow:
+        c.layers = [copy.copy(layer) for layer in c.layers]
+    both(ids[:, 80:81], caches)
+    both(ids[:, 90:91], deep)  # neither copy sees the other's token
+    both(ids[:, 91:92], shallow)
+    both(ids[:, 81:82], caches)
+    both(ids[:, 92:95], deep)
+    for c in caches:
+        c.crop(-3)
+    both(ids[:, 82:83], caches)
+    for c in caches:
+        c.reorder_cache(torch.tensor([1, 0]))
+    both(ids[:, 83:84], caches)
+    both(ids[:, 84:100], caches)  # 32 rows in a call
+    for c in caches:
+        c.batch_select_indices(torch.tensor([1]))
+    both(ids[:1, :1], caches)
+    for c in caches:
+        c.reset()
+    both(ids[:, :1], caches)
+
+
+@torch.no_grad()
+def test_a_batch_agrees_where_it_was_asked_to() -> None:
+    model = tiny_model("llama")
+    width = route(model)
+    by_ops = copy.deepcopy(model)
+    set_backend(by_ops, "masked")
+    ids = torch.randint(0, 250, (5, 1), generator=torch.Generator().manual_seed(3))
+    model(ids)
+    alone = [s.keep for s in width.sublayers]
+    assert any(bool((keep != keep[:1]).any()) for keep in alone)
+    for m in (model, by_ops):
+        set_batch_shared(m, True)
+    logits = [m(ids).logits for m in (model, by_ops)]
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-3)
+    first = width.sublayers[0]
+    for mine, theirs in zip(width.sublayers, width_of(by_ops).sublayers, strict=True):
+        assert mine.keep is not None and torch.equal(mine.keep, theirs.keep)
+        assert bool((mine.keep == mine.keep[:1]).all())
+    # the first sub-layer sees the same input either way: as many groups as its rows keep on average
+    assert int(first.keep[0].sum()) == int(alone[0].sum() / 5 + 0.5)
+    for shape in ((1, 1), (2, 3)):  # one sequence, or several tokens of each: everybody for himself
+        more = torch.randint(0, 250, shape, generator=torch.Generator().manual_seed(4))
+        together = model(more).logits
+        set_batch_shared(model, False)
+        assert torch.equal(model(more).logits, together)
+        set_batch_shared(model, True)
+
+
+def test_agreed_by_hand() -> None:
+    logits = torch.tensor([[3.0, -1.0, 1.0, -9.0], [1.0, 2.0, -2.0, -9.0], [1.0, 2.0, -2.0, -9.0]])
+    # 2 + 2 + 2 kept: 2 each; sums 5, 3, -3, -27
+    assert agreed(logits, 0.0).tolist() == [[True, True, False, False]] * 3
+    assert agreed(logits, -100.0).all() and not agreed(logits, 100.0).any()
+    assert agreed(torch.zeros(2, 3), -1.0).all()
+    assert agreed(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), 0.0).tolist() == [[True, True]] * 2  # 1.5 rounds up
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("most", [0, 10**9])
+def test_many_rows_at_budget_one_by_either_way(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, dense = tiny_model("llama"), tiny_model("llama")
+    width = route(model)
+    set_budget(model, 1.0)
+    monkeypatch.setattr(dispatch, "DENSE_MAX_FFN", most)
+    calls: list[int] = []
+    native = cpu.routed_ffn
+    monkeypatch.setattr(cpu, "routed_ffn", lambda *a, **k: calls.append(1) or native(*a, **k))  # type: ignore[func-returns-value]
+    ids = torch.randint(0, 250, (2, 40), generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(model(ids).logits, dense(ids).logits, atol=1e-4, rtol=1e-3)
+    assert len(calls) == (2 if most == 0 else 0)
+    assert all(s.keep is None for s in width.sublayers)

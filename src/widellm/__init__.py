@@ -13,7 +13,7 @@ from widellm._version import __version__
 
 if TYPE_CHECKING:
     from widellm.config import WidthConfig
-    from widellm.modeling.attach import attach, detach, get_budget, set_backend, set_budget
+    from widellm.modeling.attach import attach, detach, get_budget, set_backend, set_batch_shared, set_budget
     from widellm.modeling.checkpoint import load, save
 
 _HOMES = {
@@ -22,6 +22,7 @@ _HOMES = {
     "detach": "widellm.modeling.attach",
     "get_budget": "widellm.modeling.attach",
     "set_backend": "widellm.modeling.attach",
+    "set_batch_shared": "widellm.modeling.attach",
     "set_budget": "widellm.modeling.attach",
     "load": "widellm.modeling.checkpoint",
     "save": "widellm.modeling.checkpoint",
@@ -36,6 +37,7 @@ __all__ = [
     "load",
     "save",
     "set_backend",
+    "set_batch_shared",
     "set_budget",
 ]
 

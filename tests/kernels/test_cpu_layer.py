@@ -138,6 +138,32 @@ def test_layer(
         torch.testing.assert_close(got[i].float(), want[i].float(), rtol=0, atol=limit * float(want[i].abs().max()))
 
 
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [(1, 1), (3, 1), (2, 4)], ids=str)
+def test_one_call_gives_the_bits_of_two(
+    rows: tuple[int, int], dtype: torch.dtype, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "GRAIN", 1)
+    batch, tokens = rows
+    layer = bind(weights(dtype, True, False, True), routers(), isa)
+    x, past = torch.randn(batch, tokens, D).to(dtype), torch.randn(2, batch, K, 70, d).to(dtype)
+    cos = torch.rand(1, tokens, d).to(dtype)
+    _, k, v, keep, out, ffn_keep = run(layer, x, past, cos, cos)
+    room = torch.full((2, batch, K, 90, d), math.nan, dtype=dtype)  # what lies behind is neither read nor written
+    room[:, :, :, :70] = past
+    seen = room[:, :, :, : 70 + tokens]
+    native.library().widellm_fill_scratch(0xFF)
+    got = layer.step(x, cos, cos, seen[0], seen[1])
+    assert all(torch.equal(a, b) for a, b in zip(got, (out, keep, ffn_keep), strict=True))
+    assert torch.equal(seen[0, :, :, 70:], k) and torch.equal(seen[1, :, :, 70:], v)
+    assert torch.equal(room[:, :, :, :70], past) and room[:, :, :, 70 + tokens :].isnan().all()
+    mask = torch.ones(1, 1, tokens, 70 + tokens, dtype=torch.bool)
+    mask[..., :60] = False
+    two = layer.rest(x, layer.qkv(x, cos, cos)[0], keep, seen[0], seen[1], mask=mask)[0]
+    assert torch.equal(layer.step(x, cos, cos, seen[0], seen[1], mask=mask)[0], two)
+
+
 def test_without_thresholds_a_layer_is_dense() -> None:
     w, r = weights(torch.bfloat16, False, False, True), routers()
     x, past = torch.randn(1, 1, D).bfloat16(), torch.randn(2, 1, K, 9, d).bfloat16()
@@ -192,6 +218,11 @@ def test_bad_arguments_are_named() -> None:
         ("v must be", lambda: layer.rest(x, q, keep, past, past[:, :, :3])),
         ("q must be", lambda: layer.rest(x, q[:, :2], keep, past, past)),
         ("keep must be", lambda: layer.rest(x, q, keep[..., :1], past, past)),
+        ("k must be", lambda: layer.step(x, cos, cos, past[:, :2], past)),
+        ("v must be", lambda: layer.step(x, cos, cos, past, past.double())),
+        ("contiguous along d", lambda: layer.step(x, cos, cos, past.mT.contiguous().mT, past)),
+        ("given together", lambda: layer.step(x, None, cos, past, past)),
+        ("mask must be", lambda: layer.step(x, cos, cos, past, past, mask=torch.zeros(1, 1, 1, 3))),
         ("mask must be", lambda: layer.rest(x, q, keep, past, past, mask=torch.zeros(1, 1, 1, 3))),
         ("w_q must be", lambda: bind({**w, "w_q": w["w_q"][:, :9]}, r)),
         ("w_v must be", lambda: bind({**w, "w_v": w["w_v"][:d]}, r)),

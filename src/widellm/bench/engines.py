@@ -41,8 +41,11 @@ class Engine(Protocol):
     def prefill(self, ids: Tensor, budget: float) -> float:
         """Seconds of a forward over ids [1, T] that fills a cache and gives the last token's logits."""
 
-    def decode(self, ids: Tensor, mask: Tensor, budget: float) -> tuple[float, list[float]]:
-        """Greedy continuation: (seconds to the first new token, seconds between each two after it)."""
+    def decode(self, ids: Tensor, mask: Tensor, budget: float, shared: bool = False) -> tuple[float, list[float]]:
+        """Greedy continuation: (seconds to the first new token, seconds between each two after it).
+
+        shared: the sequences of a routed model's batch agree on their groups.
+        """
 
 
 class Transformers:
@@ -50,14 +53,17 @@ class Transformers:
 
     def __init__(self, model: Any, new_tokens: int, routed: bool = False, static: bool = False) -> None:
         self.model, self.new_tokens, self.routed, self.static = model, new_tokens, routed, static
+        # No token ends a text, so that all engines decode as many; min_new_tokens would search the vocabulary instead.
+        model.generation_config.eos_token_id = None
         if static:
             model.forward = torch.compile(model.forward)
 
-    def _set(self, budget: float) -> None:
+    def _set(self, budget: float, shared: bool = False) -> None:
         if self.routed:
-            from widellm.modeling.attach import set_budget
+            from widellm.modeling.attach import set_batch_shared, set_budget
 
             set_budget(self.model, budget)
+            set_batch_shared(self.model, shared)
 
     @torch.inference_mode()
     def logits(self, ids: Tensor) -> Tensor:
@@ -75,16 +81,15 @@ class Transformers:
         return time.perf_counter() - start
 
     @torch.inference_mode()
-    def decode(self, ids: Tensor, mask: Tensor, budget: float) -> tuple[float, list[float]]:
+    def decode(self, ids: Tensor, mask: Tensor, budget: float, shared: bool = False) -> tuple[float, list[float]]:
         """See Engine."""
-        self._set(budget)
+        self._set(budget, shared)
         stamp = Stamp()
         start = time.perf_counter()
         self.model.generate(
             ids,
             attention_mask=mask,
             do_sample=False,
-            min_new_tokens=self.new_tokens,
             max_new_tokens=self.new_tokens,
             pad_token_id=0,
             stopping_criteria=StoppingCriteriaList([stamp]),

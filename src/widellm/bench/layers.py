@@ -1,4 +1,5 @@
-"""Times of more than one op: a whole decoder layer at decode, an attention step over a long cache, and the routers."""
+"""Times of more than one op: a whole decoder layer at decode, an attention step over a long cache, the routers, and
+native ops in turn with torch's."""
 
 from __future__ import annotations
 
@@ -129,36 +130,40 @@ def _step(fused: FusedLayer, x: Tensor, k: Tensor, v: Tensor) -> Call:
 def step_rows(
     s: ModelShape, dtype: torch.dtype, rows: Sequence[int], densities: Sequence[float], rounds: int
 ) -> Iterator[OpRow]:
-    """Router, q, k, v, attention over a cache of 4096 tokens, and o, for one row; nothing without native kernels."""
+    """The attention step of one row in one native call: norm, router, q, k, v, attention over 4096 cached tokens, o.
+
+    Nothing without native kernels. Masks: random heads, and random groups of the heads that share keys and values
+    ("kv_groups"): a dropped group's part of the cache is not read.
+    """
     if not native_ready(dtype) or 1 not in rows:
         return
-    layer, x = _Layer(s, dtype), noise(1, s.hidden, dtype=dtype, scale=1.0)
+    layer, x = _Layer(s, dtype), noise(1, 1, s.hidden, dtype=dtype, scale=1.0)
     k, v = layer.cache(1, STEP_KEYS)
-    kt, vt = k.transpose(1, 2), v.transpose(1, 2)
+    ffn = random_router(s.hidden, s.inner // s.ffn_group)
 
-    def native(keep: Tensor, router: Router | None) -> Call:
-        def call() -> Tensor:
-            if router is not None:
-                _ = router(x) > 0.0
-            q = cpu.routed_in(x, layer.q, keep)
-            cpu.linear(x, layer.k), cpu.linear(x, layer.v)
-            out = cpu.routed_attention(q.view(1, 1, s.heads, s.head_dim), kt, vt, keep[None])
-            return cpu.routed_out(out.view(1, -1), layer.o_in, keep)
+    def native(keep: Tensor | None) -> Call:
+        router = random_router(s.hidden, s.heads)
+        router.up.zero_()
+        if keep is not None:
+            router.bias.copy_(keep.float() - 0.5)
+        fused = layer.fused((router, ffn))
+        fused.set_thresholds(None if keep is None else 0.0, None)
+        return lambda: fused.step(x, None, None, k, v, ffn=False)
 
-        return call
-
-    router = random_router(s.hidden, s.heads)
     calls: dict[str, Call] = {
-        "torch": lambda: layer.attention_linears(x, k, v),
-        "cpu": native(torch.ones(1, s.heads, dtype=torch.bool), None),
+        "torch": lambda: x[:, 0] + layer.attention_linears(rms_norm(x[:, 0], (s.hidden,), layer.norm), k, v),
+        "cpu": native(None),
     }
     for density in densities:
-        calls[f"routed {density}"] = native(random_mask(1, s.heads, density), router)
-    times = alternate(calls, rounds)
+        calls[f"random {density}"] = native(random_mask(1, s.heads, density)[0])
+        groups = random_mask(1, s.kv_heads, density)[0]
+        calls[f"kv_groups {density}"] = native(groups.repeat_interleave(s.heads // s.kv_heads))
+    times = alternate(calls, max(rounds, 7))
     dense = {name: times[name] for name in ("torch", "cpu")}
+    sizes = f"H{s.heads} K{s.kv_heads} keys {STEP_KEYS}"
     for density in densities:
-        took = times[f"routed {density}"]
-        yield _row("attention_step", s, f"H{s.heads} K{s.kv_heads} keys {STEP_KEYS}", 1, density, "random", took, dense)
+        for masks in ("random", "kv_groups"):
+            yield _row("attention_step", s, sizes, 1, density, masks, times[f"{masks} {density}"], dense)
 
 
 def router_rows(s: ModelShape, dtype: torch.dtype, rows: Sequence[int], rounds: int) -> Iterator[OpRow]:
@@ -192,3 +197,29 @@ def router_rows(s: ModelShape, dtype: torch.dtype, rows: Sequence[int], rounds: 
         dense, extra = times["torch"], times["routers"]
         both = Timing(dense.ms + extra.ms, dense.spread)
         yield _row("router", s, f"{s.hidden}", count, 1.0, "random", both, {"torch": dense})
+
+
+def interleaved_rows(s: ModelShape, dtype: torch.dtype, rows: Sequence[int], rounds: int) -> Iterator[OpRow]:
+    """What it costs that native ops and torch's take turns on one pool of threads: nothing, when the speed-up is 1.
+
+    `ms` is a pair, one of each; `dense_ms` the sum of the two when each kind runs back to back.
+    """
+    if not native_ready(dtype):
+        return
+    weights, other = noise(s.inner, s.hidden, dtype=dtype), noise(s.inner, s.hidden, dtype=dtype)
+    for count in rows:
+        x, keep = noise(count, s.hidden, dtype=dtype, scale=1.0), random_mask(count, s.inner // s.ffn_group, 0.5)
+
+        def native(x: Tensor = x, keep: Tensor = keep) -> Tensor:
+            return cpu.routed_in(x, weights, keep)
+
+        def dense(x: Tensor = x) -> Tensor:
+            return linear(x, other)
+
+        calls: dict[str, Call] = {
+            "pair": lambda native=native, dense=dense: [f() for f in (native, dense) * 4],  # type: ignore[misc]
+            "apart": lambda native=native, dense=dense: [f() for f in (native,) * 4 + (dense,) * 4],  # type: ignore[misc]
+        }
+        times = alternate(calls, max(rounds, 5), limit=2.0)
+        pair, apart = (Timing(times[name].ms / 4, times[name].spread) for name in ("pair", "apart"))
+        yield _row("interleaved", s, f"{s.hidden}x{s.inner}", count, 0.5, "random", pair, {"cpu": apart})

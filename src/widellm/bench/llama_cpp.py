@@ -95,6 +95,11 @@ class LlamaCpp:
             str(path), n_ctx=longest, n_batch=longest, n_threads=threads, n_threads_batch=threads, verbose=False
         )
 
+    def close(self) -> None:
+        """Free the model: left to the end of the interpreter, llama-cpp-python complains."""
+        self.llama.close()
+        self.folder.cleanup()
+
     def _last(self) -> Any:
         """The last token's logits, as numpy float32 [V]."""
         import numpy
@@ -118,7 +123,7 @@ class LlamaCpp:
         self.llama.eval(tokens)
         return time.perf_counter() - start
 
-    def decode(self, ids: Tensor, mask: Tensor, budget: float) -> tuple[float, list[float]]:
+    def decode(self, ids: Tensor, mask: Tensor, budget: float, shared: bool = False) -> tuple[float, list[float]]:
         """See Engine. Batches are not run: llama-cpp-python's API takes one sequence."""
         tokens = ids[0].tolist()
         self.llama.reset()

@@ -19,7 +19,7 @@ from widellm.config import check_budget
 from widellm.errors import WidellmError
 from widellm.optional import available
 
-PHASES = ("prefill", "decode", "batch")
+PHASES = ("prefill", "decode", "batch", "batch_shared")
 BATCH_LENGTHS = (128, 112, 96, 80, 64, 48, 32, 16)
 TOLERANCE = {"float32": 0.01, "bfloat16": 0.1}
 """Largest difference of two engines' logits, as a share of their range, that passes the check before timing."""
@@ -65,6 +65,12 @@ class _Times:
     first: list[float]
     batch: list[float]
     batch_first: list[float]
+    batch_shared: list[float]
+    batch_shared_first: list[float]
+
+    @staticmethod
+    def none() -> _Times:
+        return _Times([], [], [], [], [], [], [])
 
 
 def time_model(
@@ -120,14 +126,14 @@ def _rounds(
 ) -> dict[tuple[str, float], _Times]:
     turns = [(n, b) for n in workers for b in ((1.0, settings.budget) if n == "widellm" else (1.0,))]
     turns = list(dict.fromkeys(turns))
-    found = {turn: _Times([], [], [], [], []) for turn in turns}
+    found = {turn: _Times.none() for turn in turns}
     short = ids[:, : settings.decode_prompt]
     prompts, mask = left_padded(ids, BATCH_LENGTHS)
     total = (settings.rounds + 1) * len(turns)
     for turn in range(settings.rounds + 1):  # the first is not counted
         for place, (name, budget) in enumerate(turns):
             progress(turn * len(turns) + place, total)
-            times = _Times([], [], [], [], []) if turn == 0 else found[name, budget]
+            times = _Times.none() if turn == 0 else found[name, budget]
             if "prefill" in settings.phases:
                 times.prefill.append(workers[name].call("prefill", ids[:, : settings.prompt], budget))
             if "decode" in settings.phases:
@@ -138,6 +144,10 @@ def _rounds(
                 first, gaps = workers[name].call("decode", prompts, mask, budget)
                 times.batch_first.append(first)
                 times.batch.append(statistics.median(gaps))
+            if "batch_shared" in settings.phases and name == "widellm" and budget < 1.0:
+                first, gaps = workers[name].call("decode", prompts, mask, budget, True)
+                times.batch_shared_first.append(first)
+                times.batch_shared.append(statistics.median(gaps))
     progress(total, total)
     return found
 
@@ -161,8 +171,10 @@ def _rows(
             seconds: list[float] = getattr(t, phase)
             if not seconds:
                 continue
-            median, tokens = statistics.median(seconds), {"prefill": settings.prompt, "batch": len(BATCH_LENGTHS)}
-            first = {"decode": t.first, "batch": t.batch_first}.get(phase)
+            batch = len(BATCH_LENGTHS)
+            median, tokens = statistics.median(seconds), {"prefill": settings.prompt, "batch": batch}
+            tokens["batch_shared"] = batch
+            first = {"decode": t.first, "batch": t.batch_first, "batch_shared": t.batch_shared_first}.get(phase)
             rows.append(
                 ModelRow(
                     model=label,

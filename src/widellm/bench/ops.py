@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from widellm.bench.cases import CASES, SHAPES, Call, Case, ModelShape, Weights
-from widellm.bench.layers import layer_rows, router_rows, step_rows
+from widellm.bench.layers import interleaved_rows, layer_rows, router_rows, step_rows
 from widellm.bench.masks import LearnedMasks, random_mask, shared_mask
 from widellm.bench.rows import OpRow
 from widellm.errors import WidellmError
@@ -22,9 +22,11 @@ PARTS = {
     "ffn": ("routed_ffn",),
     "projections": ("routed_in", "routed_out"),
     "attention": ("routed_attention",),
-    "layer": ("layer", "attention_step", "router"),
+    "layer": ("layer", "attention_step", "router", "interleaved"),
 }
 """Part of `widellm bench` -> the ops in it."""
+CASE_SECONDS = 3.0
+"""A case ends with the round in which this much time has passed, so that a part of the bench takes under a minute."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Largest error, as a share of the largest value, that passes the check before timing."""
 
@@ -82,6 +84,8 @@ def _op_rows(op: str, shape: ModelShape, settings: OpSettings, learned: LearnedM
         yield from layer_rows(shape, settings.dtype, settings.rows, settings.densities, settings.rounds)
     elif op == "attention_step":
         yield from step_rows(shape, settings.dtype, settings.rows, settings.densities, settings.rounds)
+    elif op == "interleaved":
+        yield from interleaved_rows(shape, settings.dtype, settings.rows, settings.rounds)
     elif op == "router":
         yield from router_rows(shape, settings.dtype, settings.rows, settings.rounds)
     else:
@@ -120,7 +124,7 @@ def _case_rows(
     for (kind, density), keep in masks.items():
         chosen[kind, density] = case.choice(keep) if settings.backend == "auto" else settings.backend
         calls[f"{kind} {density}"] = case.routed(keep, chosen[kind, density])
-    times = alternate(calls, settings.rounds)
+    times = alternate(calls, settings.rounds, limit=CASE_SECONDS)
     name, dense = fastest(times, "dense ")
     for (kind, density), keep in masks.items():
         took = times[f"{kind} {density}"]

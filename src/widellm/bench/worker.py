@@ -75,6 +75,7 @@ def _serve(spec: EngineSpec, connection: Connection) -> None:
             method, arguments = message
             value = _peak_memory() if method == "peak_memory" else getattr(engine, method)(*arguments)
             connection.send((True, value))
+        getattr(engine, "close", lambda: None)()
     except (EOFError, KeyboardInterrupt):
         return
     except Exception as error:  # whatever it is, the parent names it and ends

@@ -40,7 +40,9 @@ def bench(
     engines: Annotated[
         str | None, typer.Option(help="Models: widellm, transformers, llama.cpp, torch.compile (compiles for minutes).")
     ] = None,
-    phases: Annotated[str | None, typer.Option(help="Models: prefill, decode, batch (default: all).")] = None,
+    phases: Annotated[
+        str | None, typer.Option(help="Models: prefill, decode, batch, batch_shared (default: all).")
+    ] = None,
     budget: Annotated[float, typer.Option(help="Models: budget of the routed rows.")] = 0.5,
     prompt: Annotated[int, typer.Option(help="Models: tokens prefilled.")] = 512,
     new_tokens: Annotated[int, typer.Option(help="Models: tokens decoded.")] = 32,

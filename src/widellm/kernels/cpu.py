@@ -113,7 +113,7 @@ def router_fields(op: str, router: Router | None, hidden: int, groups: int) -> S
             raise BackendError(f"{op}: backend 'cpu' needs {name} contiguous")
     bias = vector(op, "router.bias", router.bias, groups, torch.float32)
     act = int(router.act == "silu")
-    return native.Router(router.down.data_ptr(), router.up.data_ptr(), bias, rank, act, router.threshold)
+    return native.Router(router.down.data_ptr(), router.up.data_ptr(), bias, rank, act, 0, router.threshold)
 
 
 def _keep(op: str, keep: Tensor, rows: int, size: int) -> Tensor:

@@ -21,8 +21,10 @@ from widellm.kernels.cpu import NATIVE_TYPES
 
 _SAMPLE = 8192
 
-# The rules. The native backend is taken wherever it can run: measured on 2 cores with AVX512-BF16 (docs/bench.md) it is
-# no slower than dense, then drop, at any density and number of rows, since torch is slow on input-major weights.
+# The rules, measured on 2 cores with AVX512-BF16 (docs/bench.md). The native backend is taken where anything is
+# skipped: it is then no slower than dense, then drop. With everything kept and many rows torch's linears are faster,
+# except on large FFNs: there torch is slow, and slower still on input-major weights.
+DENSE_MAX_FFN = 4_000_000  # D x F
 # Plain torch's one GEMM per group: below this many rows a group's share of them is too small, above this density the
 # gathers cost more than the skipped work saves.
 GROUPED_MIN_ROWS = 256
@@ -50,6 +52,21 @@ def density_of(keep: Tensor) -> float:
     return int(sample.count_nonzero()) / sample.numel()
 
 
+def native_when_dense(op: str, x: Tensor, weight: Tensor, width: int, groups: int) -> bool:
+    """Whether the native kernels should do what keeps everything: x `[..., N]`, weight `[D, N]` of down or o.
+
+    Only for many rows and input-major weights; the module's own torch linear is the other way.
+    """
+    rows = x.numel() // x.shape[-1]
+    stored = weight.device.type == "cpu" and weight.stride(0) == 1 and x.dtype == weight.dtype
+    graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if not stored or graph or torch.compiler.is_compiling() or x.dtype not in NATIVE_TYPES or not cpu.availability()[0]:
+        return False
+    if rows <= cpu.few_rows():
+        return False
+    return decide(op, x.shape[-1], width, groups, x.dtype, rows, 1.0, True)[0] == "cpu"
+
+
 def choose_attention(query: Tensor, key: Tensor) -> str:
     """Name of the backend for attention of query `[B,H,Tq,d]` over key `[B,K,Tk,d]`."""
     native = query.device.type == "cpu" and query.dtype in NATIVE_TYPES and key.dtype == query.dtype
@@ -72,6 +89,9 @@ def decide(
             best = min(usable, key=usable.__getitem__)
             times = ", ".join(f"{b} {ms:.3g} ms" for b, ms in sorted(usable.items(), key=lambda item: item[1]))
             return best, f"measured: {times}"
+    large = op == "routed_ffn" and inputs * width > DENSE_MAX_FFN
+    if native and density >= 1.0 and rows > cpu.few_rows() and not large:
+        return "masked", "rule: everything is kept"
     if native:
         return "cpu", "rule: native kernels where they can run"
     if op == "routed_ffn" and rows >= GROUPED_MIN_ROWS and density <= GROUPED_MAX_DENSITY:

@@ -4,7 +4,9 @@
     k, v = cache.update(k, v, index)                    # transformers' public cache, any kind
     x, ffn_keep = layer.rest(x, q, keep, k, v)          # attention, o, residual, norm, router, FFN, residual
 
-At small sizes a decoder spends its time between the ops; here a layer costs two calls of some microseconds. Values
+or, where the cache has room for the new tokens, in one: `layer.step(x, cos, sin, k, v)`.
+
+At small sizes a decoder spends its time between the ops; here a layer costs a call of some microseconds. Values
 are rounded to the model's dtype where transformers' eager code rounds them (after each linear map, each norm and its
 weight, each half of the rotary sum, the activation, the product, each residual sum); sums inside are float32, and
 attention probabilities are rounded before their sum is divided out, as flash attention does. Greedy text agrees with
@@ -41,13 +43,14 @@ _OP = "fused layer"
 
 class FusedLayer:
     """A layer bound to live weights: see the module's text. Make one with `bind`; it is cheap to keep and has no state
-    besides the thresholds."""
+    besides the thresholds and whether a batch agrees."""
 
     def __init__(self, struct: Structure, bound: list[tuple[Tensor, Tensor]], work: int) -> None:
         self._struct = struct
-        self._bound = bound
+        self._bound = [(t, alias.data_ptr()) for t, alias in bound]
+        self._alive = [alias for _, alias in bound]
         self._work = work
-        self._dtype = bound[0][0].dtype
+        self._dtype = bound[0][1].dtype
         self._hidden, self._heads, self._kv_heads = struct.hidden, struct.heads, struct.kv_heads
         self._dim, self._rotary = struct.head_dim, struct.rotary_dim
         self._attn_groups, self._ffn_groups = struct.attn_groups, struct.ffn_groups
@@ -55,6 +58,7 @@ class FusedLayer:
         self._max_rows = native.few_rows()
         self._call_qkv: Callable[..., int] = native.library().widellm_layer_qkv
         self._call_rest: Callable[..., int] = native.library().widellm_layer_rest
+        self._call_step: Callable[..., int] = native.library().widellm_layer_step
 
     @classmethod
     def bind(
@@ -153,7 +157,10 @@ class FusedLayer:
 
     def stale(self) -> bool:
         """Whether a bound parameter's data moved (`.to()`, a swapped `.data`): then bind again. Some microseconds."""
-        return any(t.data_ptr() != alias.data_ptr() or t.dtype != alias.dtype for t, alias in self._bound)
+        for t, pointer in self._bound:
+            if t.data_ptr() != pointer:  # the old memory is kept alive, so nothing new can have its address
+                return True
+        return False
 
     def set_thresholds(self, attn: float | None, ffn: float | None) -> None:
         """Thresholds of the two routers; None turns a router off (everything is kept). Ignored where none is bound."""
@@ -161,6 +168,10 @@ class FusedLayer:
         for router, down, threshold in zip(routers, self._router_maps, (attn, ffn), strict=True):
             router.down = None if threshold is None else down
             router.threshold = 0.0 if threshold is None else threshold
+
+    def set_shared(self, shared: bool) -> None:
+        """Whether sequences with one token each agree on one set of groups per call; see `routing.router.agreed`."""
+        self._struct.attn_router.shared = self._struct.ffn_router.shared = int(shared)
 
     @property
     def max_rows(self) -> int:
@@ -183,16 +194,7 @@ class FusedLayer:
         x = self._input(x)
         batch, tokens, _ = x.shape
         dtype, d = self._dtype, self._dim
-        rope_batch = 0
-        if cos is not None and sin is not None:
-            shape = (cos.shape[0], tokens, self._rotary)
-            if cos.shape != shape or cos.shape[0] not in (1, batch) or cos.dtype != dtype or not cos.is_contiguous():
-                cos = self._rope("cos", cos, batch, tokens)
-            if sin.shape != cos.shape or sin.dtype != dtype or not sin.is_contiguous():
-                sin = self._rope("sin", sin, cos.shape[0], tokens)
-            rope_batch = tokens * self._rotary if cos.shape[0] == batch and batch > 1 else 0
-        elif cos is not None or sin is not None:
-            raise ValueError(f"{_OP}: cos and sin must be given together")
+        cos, sin, rope_batch = self._ropes(cos, sin, batch, tokens)
         q = torch.empty(batch, self._heads, tokens, d, dtype=dtype)
         k = torch.empty(batch, self._kv_heads, tokens, d, dtype=dtype)
         v = torch.empty(batch, self._kv_heads, tokens, d, dtype=dtype)
@@ -214,11 +216,77 @@ class FusedLayer:
             raise MemoryError(f"{_OP}: out of memory")
         return q, k, v, keep
 
+    def _ropes(
+        self, cos: Tensor | None, sin: Tensor | None, batch: int, tokens: int
+    ) -> tuple[Tensor | None, Tensor | None, int]:
+        """The two as the library reads them, and their stride per sequence."""
+        if cos is None or sin is None:
+            if cos is not sin:
+                raise ValueError(f"{_OP}: cos and sin must be given together")
+            return None, None, 0
+        shape, dtype = (cos.shape[0], tokens, self._rotary), self._dtype
+        if cos.shape != shape or cos.shape[0] not in (1, batch) or cos.dtype != dtype or not cos.is_contiguous():
+            cos = self._rope("cos", cos, batch, tokens)
+        if sin.shape != cos.shape or sin.dtype != dtype or not sin.is_contiguous():
+            sin = self._rope("sin", sin, cos.shape[0], tokens)
+        return cos, sin, tokens * self._rotary if cos.shape[0] == batch and batch > 1 else 0
+
     def _rope(self, name: str, t: Tensor, batch: int, tokens: int) -> Tensor:
         if t.ndim != 3 or t.shape[0] not in (1, batch):
             raise ValueError(f"{_OP}: {name} must be [1 or {batch}, {tokens}, {self._rotary}], got {list(t.shape)}")
         check(_OP, name, t, (t.shape[0], tokens, self._rotary), self._dtype)
         return t.contiguous()
+
+    def step(
+        self,
+        x: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        ffn: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`qkv` and `rest` in one call: (output [B, T, D], keep bool [B, T, G] of the heads, the same of the FFN).
+
+        ffn False: the attention step alone (router, q, k and v, attention over the cache, o, residual); the last
+        tensor then has no groups.
+
+        k and v [B, K, Tk, d], contiguous along d: caches with room, whose last T positions the call writes.
+        Raises ValueError on shapes, dtypes, strides.
+        """
+        x = self._input(x)
+        batch, tokens, _ = x.shape
+        cos, sin, rope_batch = self._ropes(cos, sin, batch, tokens)
+        tk, dtype = k.shape[2], self._dtype
+        shape = (batch, self._kv_heads, tk, self._dim)
+        k_batch, k_head, k_token, k_last = k.stride()
+        v_batch, v_head, v_token, v_last = v.stride()
+        fits = k.shape == shape and v.shape == shape and k.dtype == dtype and v.dtype == dtype and tk >= tokens
+        if not fits or k_last != 1 or v_last != 1:
+            for name, t in (("k", k), ("v", v)):
+                check(_OP, name, t, (batch, self._kv_heads, max(tk, tokens), self._dim), dtype)
+            raise ValueError(f"{_OP}: k and v must be contiguous along d, got strides {k.stride()} and {v.stride()}")
+        out = torch.empty(batch, tokens, self._hidden, dtype=dtype)
+        keep = torch.empty(batch, tokens, self._attn_groups, dtype=torch.bool)
+        ffn_keep = torch.empty(batch, tokens, self._ffn_groups if ffn else 0, dtype=torch.bool)
+        x_at, keep_at = x.data_ptr(), keep.data_ptr()
+        qkv = native.Qkv(
+            batch, tokens, x_at, self._hidden, None if cos is None else cos.data_ptr(),
+            None if sin is None else sin.data_ptr(), rope_batch, None, None, None, keep_at,
+        )  # fmt: skip
+        rest = native.Rest(
+            batch, tokens, tk, x_at, self._hidden, None, keep_at,
+            k.data_ptr(), k_batch, k_token, k_head, v.data_ptr(), v_batch, v_token, v_head,
+        )  # fmt: skip
+        alive = mask_fields(_OP, rest, mask, batch, tokens, tk)
+        rest.causal, rest.attention_only = mask is None, not ffn
+        rest.out, rest.ffn_keep = out.data_ptr(), ffn_keep.data_ptr()
+        if self._call_step(self._struct, qkv, rest):
+            raise MemoryError(f"{_OP}: out of memory")
+        del alive
+        return out, keep, ffn_keep
 
     def rest(
         self,

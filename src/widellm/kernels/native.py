@@ -12,7 +12,7 @@ import torch
 
 from widellm.errors import BackendError
 
-ABI = 1
+ABI = 2
 LEVELS = {"portable": 0, "avx2": 1, "avx512bf16": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -31,7 +31,7 @@ def _struct(name: str, fields: str) -> type[Structure]:
 
 
 NESTED: dict[str, type[Structure]] = {}
-NESTED["Router"] = Router = _struct("Router", "p.down p.up p.bias i.rank i.act d.threshold")
+NESTED["Router"] = Router = _struct("Router", "p.down p.up p.bias i.rank i.act i.shared d.threshold")
 NESTED["Run"] = Run = _struct("Run", "i.level i.threads i.dtype")
 Ffn = _struct(
     "Ffn",
@@ -64,7 +64,7 @@ Qkv = _struct("Qkv", "i.batch i.tokens p.x i.ldx p.cosine p.sine i.rope_batch p.
 Rest = _struct(
     "Rest",
     "i.batch i.tokens i.keys p.x i.ldx p.q p.keep p.k i.k_batch i.k_token i.k_head p.v i.v_batch i.v_token i.v_head "
-    "p.mask i.mask_kind i.mask_batch i.mask_query p.start i.causal i.window p.out p.ffn_keep",
+    "p.mask i.mask_kind i.mask_batch i.mask_query p.start i.causal i.window p.out p.ffn_keep i.attention_only",
 )
 
 _FUNCTIONS = {
@@ -80,6 +80,7 @@ _FUNCTIONS = {
     "widellm_routed_attention": [POINTER(Attention)],
     "widellm_layer_qkv": [POINTER(Layer), POINTER(Qkv)],
     "widellm_layer_rest": [POINTER(Layer), POINTER(Rest)],
+    "widellm_layer_step": [POINTER(Layer), POINTER(Qkv), POINTER(Rest)],
 }
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from widellm.errors import BackendError
 from widellm.kernels import cpu, dispatch, grouped, masked, reference
+from widellm.routing.state import SubLayer
 
 BACKENDS: dict[str, ModuleType] = {"reference": reference, "masked": masked, "grouped": grouped, "cpu": cpu}
 
@@ -69,6 +70,12 @@ def _check(op: str, keep: Tensor, rows: int, size: int) -> None:
         )
 
 
+def _eager(x: Tensor) -> bool:
+    """Whether a call may bypass torch's dispatcher (20 us, an op's time): real CPU tensors, and nobody is tracing."""
+    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return type(x) is Tensor and x.device.type == "cpu" and not tracing
+
+
 def _needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
@@ -91,21 +98,24 @@ def routed_ffn(
     """
     if _needs_grad(x, w_gate, w_up, w_down, b_gate, b_up, b_down):
         return masked.routed_ffn(x, w_gate, w_up, w_down, keep, act, b_gate, b_up, b_down)
-    return _routed_ffn(x, w_gate, w_up, w_down, keep, act, b_gate, b_up, b_down, backend)
+    op = _run_ffn if _eager(x) else _routed_ffn
+    return op(x, w_gate, w_up, w_down, keep, act, b_gate, b_up, b_down, backend)
 
 
 def routed_in(x: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None = None, backend: str = "auto") -> Tensor:
     """Projection into the groups; see `reference.routed_in`. Gradients, errors: as `routed_ffn`."""
     if _needs_grad(x, w, bias):
         return masked.routed_in(x, w, keep, bias)
-    return _routed_in(x, w, keep, bias, backend)
+    op = _run_in if _eager(x) else _routed_in
+    return op(x, w, keep, bias, backend)
 
 
 def routed_out(h: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None = None, backend: str = "auto") -> Tensor:
     """Projection out of the groups; see `reference.routed_out`. Gradients, errors: as `routed_ffn`."""
     if _needs_grad(h, w, bias):
         return masked.routed_out(h, w, keep, bias)
-    return _routed_out(h, w, keep, bias, backend)
+    op = _run_out if _eager(h) else _routed_out
+    return op(h, w, keep, bias, backend)
 
 
 def routed_attention(
@@ -120,11 +130,11 @@ def routed_attention(
     """Attention of the kept (row, head group) pairs; see `reference.routed_attention`. Gradients, errors: as above."""
     if _needs_grad(q, k, v):
         return masked.routed_attention(q, k, v, keep, mask, scale)
-    return _routed_attention(q, k, v, keep, mask, scale, backend)
+    op = _run_attention if _eager(q) else _routed_attention
+    return op(q, k, v, keep, mask, scale, backend)
 
 
-@torch.library.custom_op("widellm::routed_ffn", mutates_args=())
-def _routed_ffn(
+def _run_ffn(
     x: Tensor,
     w_gate: Tensor | None,
     w_up: Tensor,
@@ -139,6 +149,9 @@ def _routed_ffn(
     _check("routed_ffn", keep, x.shape[0], w_up.shape[0])
     op = _backend(backend, "routed_ffn", x, keep, w_up.shape[0])
     return op(x, w_gate, w_up, w_down, keep, act, b_gate, b_up, b_down)
+
+
+_routed_ffn = torch.library.custom_op("widellm::routed_ffn", _run_ffn, mutates_args=())
 
 
 @_routed_ffn.register_fake
@@ -157,10 +170,12 @@ def _(
     return x.new_empty(x.shape[0], w_down.shape[0])
 
 
-@torch.library.custom_op("widellm::routed_in", mutates_args=())
-def _routed_in(x: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None, backend: str) -> Tensor:
+def _run_in(x: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None, backend: str) -> Tensor:
     _check("routed_in", keep, x.shape[0], w.shape[0])
     return _backend(backend, "routed_in", x, keep, w.shape[0])(x, w, keep, bias)
+
+
+_routed_in = torch.library.custom_op("widellm::routed_in", _run_in, mutates_args=())
 
 
 @_routed_in.register_fake
@@ -168,10 +183,12 @@ def _(x: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None, backend: str) -> 
     return x.new_empty(x.shape[0], w.shape[0])
 
 
-@torch.library.custom_op("widellm::routed_out", mutates_args=())
-def _routed_out(h: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None, backend: str) -> Tensor:
+def _run_out(h: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None, backend: str) -> Tensor:
     _check("routed_out", keep, h.shape[0], w.shape[1])
     return _backend(backend, "routed_out", h, keep, w.shape[1])(h, w, keep, bias)
+
+
+_routed_out = torch.library.custom_op("widellm::routed_out", _run_out, mutates_args=())
 
 
 @_routed_out.register_fake
@@ -179,8 +196,7 @@ def _(h: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None, backend: str) -> 
     return h.new_empty(h.shape[0], w.shape[0])
 
 
-@torch.library.custom_op("widellm::routed_attention", mutates_args=())
-def _routed_attention(
+def _run_attention(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor, mask: Tensor | None, scale: float | None, backend: str
 ) -> Tensor:
     batch, tq, heads, _ = q.shape
@@ -192,9 +208,17 @@ def _routed_attention(
     return _backend(backend, "routed_attention", q, keep, heads)(q, k, v, keep, mask, scale)
 
 
+_routed_attention = torch.library.custom_op("widellm::routed_attention", _run_attention, mutates_args=())
+
+
 @_routed_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, mask: Tensor | None, scale: float | None, backend: str) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
+
+
+def native_when_dense(op: str, x: Tensor, weight: Tensor, width: int, sub: SubLayer) -> bool:
+    """See `dispatch.native_when_dense`; a backend asked for by name is not replaced by another."""
+    return sub.backend == "auto" and dispatch.native_when_dense(op, x, weight, width, sub.groups)
 
 
 def attention_skips(backend: str, query: Tensor, key: Tensor, kwargs: dict[str, object]) -> bool:

@@ -19,16 +19,18 @@ class Timing:
 def alternate(
     calls: Mapping[str, Callable[[], object]], rounds: int = 3, seconds: float = 0.003, limit: float = 0.0
 ) -> dict[str, Timing]:
-    """Time every call in each of `rounds` rounds, after one call that is not counted.
+    """Time every call in each of `rounds` rounds, after a call that is not counted (two of short ones).
 
     seconds: what a round gives a call: one that takes less is repeated, and the mean of the repeats is the round's
     time. limit: stop after the round in which this many seconds have passed in all (0: never).
     """
     repeats = {}
     for name, call in calls.items():
-        call()
-        start = time.perf_counter()
-        call()
+        for _ in range(2):
+            start = time.perf_counter()
+            call()
+            if time.perf_counter() - start > 10 * seconds:  # long ones need no second call to be warm
+                break
         repeats[name] = max(1, min(1000, int(seconds / max(time.perf_counter() - start, 1e-7))))
     times: dict[str, list[float]] = {name: [] for name in calls}
     began = time.perf_counter()

@@ -236,6 +236,18 @@ def set_backend(model: Any, name: str) -> None:
         sub.backend = name
 
 
+def set_batch_shared(model: Any, shared: bool) -> None:
+    """Opt in: while decoding, the sequences of a batch agree on one set of groups per layer and token.
+
+    With routing of its own per row, a batch reads nearly every weight, since some row wants each group; with one set
+    it reads only the budget's share. The price: what a sequence generates depends on its batch mates. A call with one
+    sequence, or with several tokens per sequence (prefill), routes as ever. Not saved with the model. Each sequence
+    has a vote, ended ones that generate() keeps padding too.
+    """
+    for sub in width_of(model).sublayers:
+        sub.shared = shared
+
+
 def check_permutations(permutations: Tensor, layers: int, channels: int) -> Tensor:
     """Return them as int64 [layers, F] on the CPU, or raise ConfigError unless each row reorders 0..F-1."""
     permutations = permutations.to("cpu", torch.int64)

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from widellm.kernels import masked, registry
 from widellm.modeling.linears import is_bare_linear, matrix
 from widellm.routing.router import Router
-from widellm.routing.state import SubLayer
+from widellm.routing.state import SubLayer, decide
 
 ATTENTION_NAME = "widellm_sdpa"
 """The registered attention function: transformers' sdpa for everything that is not worth skipping."""
@@ -38,8 +38,9 @@ class RoutedIn:
             sub.keep = None
             return super().forward(x)  # type: ignore[misc]
         rows = x.reshape(-1, x.shape[-1])
-        keep = self.router(rows) > sub.threshold
-        sub.keep = keep.view(*(sub.lead or x.shape[:-1]), sub.groups)
+        lead = sub.lead or x.shape[:-1]
+        keep = decide(self.router(rows), lead, sub)
+        sub.keep = keep.view(*lead, sub.groups)
         if not sub.skips_in:
             return super().forward(x)  # type: ignore[misc]
         if sub.blocks is not None:
@@ -59,9 +60,14 @@ class RoutedOut:
 
     def forward(self, h: Tensor) -> Tensor:
         sub = self._width
+        rows = h.reshape(-1, h.shape[-1])
         if sub.threshold is None or sub.keep is None:
-            return super().forward(h)  # type: ignore[misc]
-        rows, keep = h.reshape(-1, h.shape[-1]), sub.keep.reshape(-1, sub.groups)
+            bare = is_bare_linear(self)  # type: ignore[arg-type]
+            if not bare or not registry.native_when_dense("routed_out", rows, matrix(self), h.shape[-1], sub):
+                return super().forward(h)  # type: ignore[misc]
+            keep = torch.ones(rows.shape[0], sub.groups, dtype=torch.bool)
+        else:
+            keep = sub.keep.reshape(-1, sub.groups)
         if not is_bare_linear(self):  # type: ignore[arg-type]
             return super().forward(masked.drop(rows, keep).view(h.shape))  # type: ignore[misc]
         y = registry.routed_out(rows, matrix(self), keep, self.bias, sub.backend)  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""A decoder layer that runs few rows (decode) as two native calls around the cache's update; anything else as before.
+"""A decoder layer that runs few rows (decode) as one native call (two around the update of a cache without room for the
+new tokens); anything else as before.
 
 At small sizes transformers loses most of its time between the ops. The function is the same: see `kernels.fused`.
 """
@@ -15,6 +16,7 @@ from widellm.families import LayerModules, Layout
 from widellm.kernels import cpu
 from widellm.kernels.fused import FusedLayer
 from widellm.modeling.linears import is_plain_linear
+from widellm.modeling.roomy_cache import extended
 from widellm.modeling.swap import dense_class
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
@@ -38,7 +40,7 @@ class Binding:
 
     def __init__(self) -> None:
         self.fused: FusedLayer | None = None
-        self.thresholds: tuple[float | None, float | None] | None = None
+        self.setting: tuple[float | None, float | None, bool] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         return Binding()
@@ -57,24 +59,29 @@ class RoutedLayer:
         modules, layout, attention, ffn, _, binding = self._native
         fused = binding.fused
         assert fused is not None
-        thresholds = (attention.threshold, ffn.threshold)
-        if binding.thresholds != thresholds:
-            fused.set_thresholds(*thresholds)
-            binding.thresholds = thresholds
+        setting = (attention.threshold, ffn.threshold, attention.shared)
+        if binding.setting != setting:
+            fused.set_thresholds(attention.threshold, ffn.threshold)
+            fused.set_shared(attention.shared)
+            binding.setting = setting
         switch = layout.family.rope_switch
         cos, sin = kwargs["position_embeddings"]
         if switch is not None and not getattr(modules.attention, switch):
             cos = sin = None
-        q, k, v, keep = fused.qkv(hidden_states, cos, sin)
         cache = kwargs.get("cache")
         if cache is None:
             cache = kwargs.get("past_key_values")
-        if cache is not None:
-            k, v = cache.update(k, v, modules.attention.layer_idx)
-        mask, tokens = kwargs.get("attention_mask"), hidden_states.shape[1]
-        if mask is None and tokens > 1 and k.shape[2] > tokens:
-            k, v = k[:, :, :tokens], v[:, :, :tokens]  # an empty static cache: only the first are filled
-        out, ffn_keep = fused.rest(hidden_states, q, keep, k, v, mask=mask)
+        mask, index, (batch, tokens, _) = kwargs.get("attention_mask"), modules.attention.layer_idx, hidden_states.shape
+        roomy = extended(cache, index, batch, tokens)
+        if roomy is not None:
+            out, keep, ffn_keep = fused.step(hidden_states, cos, sin, *roomy, mask=mask)
+        else:
+            q, k, v, keep = fused.qkv(hidden_states, cos, sin)
+            if cache is not None:
+                k, v = cache.update(k, v, index)
+            if mask is None and tokens > 1 and k.shape[2] > tokens:
+                k, v = k[:, :, :tokens], v[:, :, :tokens]  # an empty static cache: only the first are filled
+            out, ffn_keep = fused.rest(hidden_states, q, keep, k, v, mask=mask)
         attention.keep = None if attention.threshold is None else keep
         ffn.keep = None if ffn.threshold is None else ffn_keep
         return out
@@ -97,7 +104,7 @@ class RoutedLayer:
             if hidden.dtype not in cpu.NATIVE_TYPES or obstacle(modules) is not None:
                 return False
             binding.fused = bind(modules, layout)
-            binding.thresholds = None
+            binding.setting = None
         return True
 
 

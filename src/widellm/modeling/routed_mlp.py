@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from widellm.families import LayerModules
@@ -11,7 +12,7 @@ from widellm.kernels import masked, registry
 from widellm.kernels.reference import activate
 from widellm.modeling.linears import is_plain_linear, matrix
 from widellm.routing.router import Router
-from widellm.routing.state import SubLayer
+from widellm.routing.state import SubLayer, decide
 
 __all__ = ["RoutedMLP", "channels", "is_plain_linear", "parts_of"]
 
@@ -28,14 +29,19 @@ class RoutedMLP:
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         sub = self._width
+        gate, up, down, act = self._parts
+        plain = all(m is None or is_plain_linear(m) for m in (gate, up, down))
+        rows = x.reshape(-1, x.shape[-1])
         if sub.threshold is None:
             sub.keep = None
-            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        rows = x.reshape(-1, x.shape[-1])
-        keep = self.router(rows) > sub.threshold
-        sub.keep = keep.view(*x.shape[:-1], sub.groups)
-        gate, up, down, act = self._parts
-        if not all(m is None or is_plain_linear(m) for m in (gate, up, down)):
+            width = sub.groups * sub.group_size
+            if not plain or not registry.native_when_dense("routed_ffn", rows, matrix(down), width, sub):
+                return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+            keep = torch.ones(rows.shape[0], sub.groups, dtype=torch.bool)
+        else:
+            keep = decide(self.router(rows), x.shape[:-1], sub)
+            sub.keep = keep.view(*x.shape[:-1], sub.groups)
+        if not plain:
             # more than a weight (an adapter, quantised): call it, then drop; nothing is skipped
             h = channels(x, self._parts)
             return down(masked.drop(h.reshape(-1, h.shape[-1]), keep).view(h.shape))

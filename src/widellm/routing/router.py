@@ -8,6 +8,20 @@ import torch
 from torch import Tensor, nn
 
 
+def agreed(logits: Tensor, threshold: float) -> Tensor:
+    """One choice for a whole batch: bool [M, G], all rows equal, from logits float32 [M, G].
+
+    Kept are as many groups as the rows would keep on average by themselves (halves round up): those with the largest
+    sums of logits, of equal ones the first. So the batch spends what its rows would, and reads far fewer weights.
+    """
+    rows = logits.shape[0]
+    count = (2 * int((logits > threshold).sum()) + rows) // (2 * rows)
+    best = logits.sum(0).argsort(descending=True, stable=True)[:count]
+    keep = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
+    keep[best] = True
+    return keep.expand(rows, -1).contiguous()
+
+
 class Router(nn.Module):
     """logits = up @ (down @ x) + bias, in float32 whatever the model's dtype.
 

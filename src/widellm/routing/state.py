@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from widellm.routing.router import agreed
 
 
 @dataclass
@@ -29,5 +32,15 @@ class SubLayer:
     """Whether the projection into the groups may leave out what is dropped."""
     lead: tuple[int, ...] | None = None
     """[B, T] where the sub-layer itself sees them flattened."""
+    shared: bool = False
+    """Whether the sequences of a batch agree on one set of groups per decoded token."""
     keep: Tensor | None = None
     """bool [B, T, G] of the last forward, True = computed; None after a dense one."""
+
+
+def decide(logits: Tensor, lead: Sequence[int], sub: SubLayer) -> Tensor:
+    """Which groups each row keeps: bool [M, G] from logits [M, G] of rows that are laid out as `lead`, `[B, T]`."""
+    assert sub.threshold is not None
+    if sub.shared and len(lead) == 2 and lead[0] > 1 and lead[1] == 1:
+        return agreed(logits, sub.threshold)
+    return logits > sub.threshold

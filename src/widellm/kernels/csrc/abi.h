@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define WIDELLM_ABI 1
+#define WIDELLM_ABI 2
 
 enum { WIDELLM_F32 = 0, WIDELLM_BF16 = 1 };
 enum { WIDELLM_SILU = 0, WIDELLM_GELU_TANH = 1, WIDELLM_GELU = 2, WIDELLM_RELU = 3 };
@@ -24,6 +24,7 @@ struct WideRouter {       // logits = up(act(down(x))) + bias in float32; keep w
   const float *up;        // [G, rank]
   const float *bias;      // [G] or null
   int64_t rank, act;      // act: 0 none, 1 silu
+  int64_t shared;         // layer calls of one token per sequence: 1: the rows agree on one set of groups
   double threshold;
 };
 
@@ -122,6 +123,7 @@ struct WideRest {                                 // attention over the cache, o
   int64_t causal, window;
   void *out;                                      // out [B * T, D]
   uint8_t *ffn_keep;                              // out [B * T, ffn_groups] (all 1 without a router)
+  int64_t attention_only;                         // 1: out is the residual stream after attention, ffn_keep unused
 };
 
 // Scratch memory of one call: bump-allocated from a block that the calling thread keeps between calls.
@@ -135,6 +137,7 @@ struct WideOps {  // one instruction set
   int64_t (*attention)(const WideAttention *, WideArena *);
   int64_t (*layer_qkv)(const WideLayer *, const WideQkv *, WideArena *);
   int64_t (*layer_rest)(const WideLayer *, const WideRest *, WideArena *);
+  int64_t (*layer_step)(const WideLayer *, const WideQkv *, const WideRest *, WideArena *);
 };
 
 const WideOps *widellm_ops_portable();

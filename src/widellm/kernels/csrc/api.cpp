@@ -157,3 +157,6 @@ WIDELLM_EXPORT int64_t widellm_layer_qkv(const WideLayer *l, const WideQkv *c) {
 WIDELLM_EXPORT int64_t widellm_layer_rest(const WideLayer *l, const WideRest *c) {
   return with_ops(l->run, [&](const WideOps &o, WideArena *a) { return o.layer_rest(l, c, a); });
 }
+WIDELLM_EXPORT int64_t widellm_layer_step(const WideLayer *l, const WideQkv *c, const WideRest *r) {
+  return with_ops(l->run, [&](const WideOps &o, WideArena *a) { return o.layer_step(l, c, r, a); });
+}

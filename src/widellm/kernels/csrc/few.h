@@ -67,10 +67,12 @@ template <class T> struct FewRouter {
   float *x;       // [rows, inputs]
   float *hidden;  // [rows, rank]
   uint8_t *keep;  // [rows, groups]
+  float *totals = nullptr;  // [groups], where the rows agree: sums of their logits
 
-  void reserve(Scratch &s) {
+  void reserve(Scratch &s, bool agrees = false) {
     x = s.get<float>(rows * inputs);
     hidden = s.get<float>(rows * r->rank);
+    if (agrees) totals = s.get<float>(groups);
   }
   void widen(const T *row, int64_t m) const {
     for (int64_t i = 0; i < inputs; i += kLanes) {
@@ -100,7 +102,37 @@ template <class T> struct FewRouter {
         for (int64_t i = 0; i < n; i++)
           keep[m * groups + g + i] =
               logits[m * kUnit + i] + (r->bias ? r->bias[g + i] : 0.0f) > (float)r->threshold;
+      for (int64_t i = 0; totals && i < n; i++) {
+        float total = 0.0f;
+        for (int64_t m = 0; m < rows; m++) total += logits[m * kUnit + i] + (r->bias ? r->bias[g + i] : 0.0f);
+        totals[g + i] = total;
+      }
     }
+  }
+  // How many groups the rows keep together: as many as they would keep on average.
+  int64_t agreed_count() const {  // after the barrier that follows up
+    int64_t kept = 0;
+    for (int64_t i = 0; i < rows * groups; i++) kept += keep[i];
+    return (2 * kept + rows) / (2 * rows);
+  }
+  // All rows keep the `count` groups with the largest totals, of equal ones the first. After a further barrier.
+  void agree(Range part, int64_t count) const {
+    for (int64_t g = part.begin; g < part.end; g++) {
+      int64_t before = 0;
+      for (int64_t j = 0; j < groups; j++) before += totals[j] > totals[g] || (totals[j] == totals[g] && j < g);
+      for (int64_t m = 0; m < rows; m++) keep[m * groups + g] = before < count;
+    }
+  }
+  // up, and what makes the rows agree where they should; every thread comes out with the masks complete
+  void decide(const Team &team) const {
+    Range part = share(groups, 4, team);
+    up(part);
+    team.barrier();
+    if (!totals) return;
+    int64_t count = agreed_count();
+    team.barrier();
+    agree(part, count);
+    team.barrier();
   }
 };
 

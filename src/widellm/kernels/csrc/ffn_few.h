@@ -30,8 +30,7 @@ template <class T> static int64_t ffn_few(const WideFfn &f, WideArena *arena) {
       team.barrier();
       router.down(share(f.router.rank, 4, team));
       team.barrier();
-      router.up(share(f.groups, 4, team));
-      team.barrier();
+      router.decide(team);
       keep = f.keep_out;
       ldkeep = f.groups;
     }

@@ -29,6 +29,9 @@ static int64_t ops_qkv(const WideLayer *l, const WideQkv *c, WideArena *arena) {
 static int64_t ops_rest(const WideLayer *l, const WideRest *c, WideArena *arena) {
   return l->run.dtype == WIDELLM_BF16 ? layer_rest<bf16>(*l, *c, arena) : layer_rest<float>(*l, *c, arena);
 }
-const WideOps kOps = {ops_ffn, ops_in, ops_out, ops_attention, ops_qkv, ops_rest};
+static int64_t ops_step(const WideLayer *l, const WideQkv *c, const WideRest *r, WideArena *arena) {
+  return l->run.dtype == WIDELLM_BF16 ? layer_step<bf16>(*l, *c, *r, arena) : layer_step<float>(*l, *c, *r, arena);
+}
+const WideOps kOps = {ops_ffn, ops_in, ops_out, ops_attention, ops_qkv, ops_rest, ops_step};
 
 }  // namespace

@@ -1,4 +1,4 @@
-// One pre-norm decoder layer for a few rows, in two calls around the cache's own update. Between its pieces values are
+// One pre-norm decoder layer for a few rows, in two calls around the cache's own update, or in one. Between its pieces values are
 // rounded to the model's dtype exactly where transformers' eager code rounds them (after each linear map, each norm
 // and its weight, each half of the rotary sum, the activation, the product, each residual sum).
 #pragma once
@@ -71,7 +71,7 @@ template <class T> static int64_t layer_qkv(const WideLayer &l, const WideQkv &c
   bool routes = l.attn_router.down != nullptr;
   T *x = s.get<T>(rows * l.hidden);
   FewRouter<T> router{&l.attn_router, rows, l.hidden, l.attn_groups, nullptr, nullptr, c.keep};
-  if (routes) router.reserve(s);
+  if (routes) router.reserve(s, l.attn_router.shared && c.tokens == 1);
   Queue *queues = s.zeros<Queue>(2);
   Kept *kept = s.get<Kept>(l.run.threads);
   for (int64_t t = 0; s.ok && t < l.run.threads; t++) kept[t].reserve(s, l.attn_groups);
@@ -102,8 +102,7 @@ template <class T> static int64_t layer_qkv(const WideLayer &l, const WideQkv &c
     }
     if (routes) {
       team.barrier();
-      router.up(share(l.attn_groups, 4, team));
-      team.barrier();
+      router.decide(team);
     }
     Kept &mine = kept[team.thread];
     mine.build(c.keep, l.attn_groups, rows, l.attn_groups);
@@ -132,7 +131,8 @@ template <class T> static int64_t layer_rest(const WideLayer &l, const WideRest 
   Scratch s{arena};
   int64_t rows = c.batch * c.tokens, inner_dim = l.heads * l.head_dim, head = l.head_dim;
   bool routes = l.ffn_router.down != nullptr;
-  T *mixed = s.get<T>(rows * inner_dim), *middle = s.get<T>(rows * l.hidden), *x = s.get<T>(rows * l.hidden);
+  T *mixed = s.get<T>(rows * inner_dim), *x = s.get<T>(rows * l.hidden);
+  T *middle = c.attention_only ? (T *)c.out : s.get<T>(rows * l.hidden);
   WideAttention a{l.run, c.batch, c.tokens, c.keys, l.heads, l.kv_heads, head, l.attn_groups,
                   c.q, l.heads * c.tokens * head, head, c.tokens * head,
                   c.k, c.k_batch, c.k_token, c.k_head, c.v, c.v_batch, c.v_token, c.v_head,
@@ -144,7 +144,7 @@ template <class T> static int64_t layer_rest(const WideLayer &l, const WideRest 
                 l.o_input_major != 0, (const T *)l.bo, (const T *)c.x, c.ldx, middle, l.hidden, nullptr};
   o.reserve(s);
   FewRouter<T> router{&l.ffn_router, rows, l.hidden, l.ffn_groups, nullptr, nullptr, c.ffn_keep};
-  if (routes) router.reserve(s);
+  if (routes) router.reserve(s, l.ffn_router.shared && c.tokens == 1);
   int64_t size = l.inner / l.ffn_groups;
   FewInner<T> inner{l.act, rows, l.hidden, size, l.ffn_groups, x, l.hidden, (const T *)l.gate, l.ldgate,
                     (const T *)l.up, l.ldup, (const T *)l.gate_bias, (const T *)l.up_bias, s.get<T>(rows * l.inner)};
@@ -156,7 +156,7 @@ template <class T> static int64_t layer_rest(const WideLayer &l, const WideRest 
   Kept *kept = s.get<Kept>(l.run.threads);
   for (int64_t t = 0; s.ok && t < l.run.threads; t++) kept[t].reserve(s, imax(l.attn_groups, l.ffn_groups));
   if (!s.ok) return WIDELLM_NO_MEMORY;
-  if (!routes) memset(c.ffn_keep, 1, (size_t)(rows * l.ffn_groups));
+  if (!routes && !c.attention_only) memset(c.ffn_keep, 1, (size_t)(rows * l.ffn_groups));
 
   parallel(l.run.threads, [&](const Team &team) {
     Kept &mine = kept[team.thread];
@@ -166,6 +166,7 @@ template <class T> static int64_t layer_rest(const WideLayer &l, const WideRest 
     mine.build(c.keep, l.attn_groups, rows, l.attn_groups);
     team.barrier();
     o.run(mine, team);
+    if (c.attention_only) return;
     team.barrier();
     Range part = share(rows, 1, team);
     for (int64_t m = part.begin; m < part.end; m++) {
@@ -176,8 +177,7 @@ template <class T> static int64_t layer_rest(const WideLayer &l, const WideRest 
     if (routes) {
       router.down(share(l.ffn_router.rank, 4, team));
       team.barrier();
-      router.up(share(l.ffn_groups, 4, team));
-      team.barrier();
+      router.decide(team);
     }
     mine.build(c.ffn_keep, l.ffn_groups, rows, l.ffn_groups);
     inner.run(mine, queues[1]);
@@ -185,6 +185,29 @@ template <class T> static int64_t layer_rest(const WideLayer &l, const WideRest 
     outer.run(mine, team);
   });
   return WIDELLM_OK;
+}
+
+// Both calls in one, for a cache that has room: the new keys and values become its last `tokens` positions.
+template <class T>
+static int64_t layer_step(const WideLayer &l, WideQkv qkv, WideRest rest, WideArena *arena) {
+  Scratch s{arena};
+  int64_t rows = qkv.batch * qkv.tokens, d = l.head_dim;
+  T *q = s.get<T>(rows * l.heads * d), *k = s.get<T>(rows * l.kv_heads * d), *v = s.get<T>(rows * l.kv_heads * d);
+  if (!s.ok) return WIDELLM_NO_MEMORY;
+  qkv.q = q;
+  qkv.k = k;
+  qkv.v = v;
+  rest.q = q;
+  if (int64_t code = layer_qkv<T>(l, qkv, arena)) return code;
+  for (int64_t u = 0; u < rows * l.kv_heads; u++) {
+    int64_t b = u / (l.kv_heads * qkv.tokens), h = u / qkv.tokens % l.kv_heads, t = u % qkv.tokens;
+    int64_t at = rest.keys - qkv.tokens + t;
+    T *key = (T *)rest.k + b * rest.k_batch + h * rest.k_head + at * rest.k_token;
+    T *value = (T *)rest.v + b * rest.v_batch + h * rest.v_head + at * rest.v_token;
+    memcpy((void *)key, k + u * d, (size_t)d * sizeof(T));
+    memcpy((void *)value, v + u * d, (size_t)d * sizeof(T));
+  }
+  return layer_rest<T>(l, rest, arena);
 }
 
 }  // namespace

@@ -1,0 +1,67 @@
+"""Room at the end of transformers' DynamicCache, so that a decoded token does not copy the whole cache.
+
+A DynamicLayer joins old and new keys into a fresh tensor at every token. Here its `keys` and `values` become views of
+larger buffers, and a token is written behind them. Everything else that touches the cache (crop, beam search, copies)
+sees ordinary tensors; whatever replaces them makes the next token start a new buffer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+_SPARE = 64
+"""Positions of room at least; a sixteenth of the length when that is more."""
+
+
+class _Room:
+    """Buffers [B, K, capacity, d] behind a cache layer, and the views of them that it was last given.
+
+    A shallow copy of the cache layer shares this object: after one of the two has moved on, the other's tensors are
+    not the views named here, and it starts its own buffers.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, tokens: int) -> None:
+        length = keys.shape[2]
+        capacity = length + tokens + max(_SPARE, length // 16)
+        self.buffers = tuple(t.new_empty(*t.shape[:2], capacity, t.shape[3]) for t in (keys, values))
+        for buffer, t in zip(self.buffers, (keys, values), strict=True):
+            buffer[:, :, :length].copy_(t)
+        self.keys, self.values = keys, values
+
+    def extend(self, tokens: int) -> tuple[Tensor, Tensor] | None:
+        """Views with `tokens` unwritten positions more, or None when the room is used up."""
+        length = self.keys.shape[2] + tokens
+        if length > self.buffers[0].shape[2]:
+            return None
+        self.keys, self.values = self.buffers[0].narrow(2, 0, length), self.buffers[1].narrow(2, 0, length)
+        return self.keys, self.values
+
+
+def extended(cache: Any, index: int, batch: int, tokens: int) -> tuple[Tensor, Tensor] | None:
+    """Keys and values [B, K, Tk + T, d] of layer `index`, their last T positions to be written by the caller.
+
+    The cache already holds them when this returns. None, and nothing is touched, unless the layer is a plain
+    DynamicLayer on the CPU with at least one token in it: `cache.update` is the way then.
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    if type(cache) is not DynamicCache or cache.offloading or index >= len(cache.layers):
+        return None
+    layer = cache.layers[index]
+    if type(layer) is not DynamicLayer or not layer.is_initialized:
+        return None
+    keys, values = layer.keys, layer.values
+    if keys.ndim != 4 or keys.shape[0] != batch or keys.device.type != "cpu" or keys.shape[:3] != values.shape[:3]:
+        return None
+    room: _Room | None = getattr(layer, "_widellm_room", None)
+    found = None
+    if room is not None and room.keys is keys and room.values is values:
+        found = room.extend(tokens)
+    if found is None:
+        room = layer._widellm_room = _Room(keys, values, tokens)
+        found = room.extend(tokens)
+        assert found is not None
+    layer.keys, layer.values = found
+    return found
