@@ -15,7 +15,7 @@ from widellm.calibrate import calibration as module
 from widellm.calibrate.calibration import Settings, calibrate
 from widellm.calibrate.dial import spent
 from widellm.calibrate.statistics import FLOOR, RIDGE, SENSITIVITY, Curvature, Regression, group_importance
-from widellm.calibrate.stream import Sample, walk_back
+from widellm.calibrate.stream import Sample, sampled_label_gradient, walk_back
 from widellm.errors import ConfigError, TextError
 from widellm.families import locate
 from widellm.modeling.attach import is_attached, set_budget, width_of
@@ -65,6 +65,14 @@ def test_the_walk_gives_what_autograd_gives(family: str, routed: bool, windows: 
         torch.testing.assert_close(sample.g, expected[sample.layer_index, sample.kind], atol=1e-4, rtol=1e-3)
     assert [p.requires_grad for p in model.parameters()] == trainable
     assert len(list(walk_back(model, locate(model), window, lambda logits: gradient, lowest=1))) == 1
+
+
+def test_labels_are_drawn_from_the_models_own_prediction() -> None:
+    row = torch.tensor([2.0, 0.0, -1.0, 1.0, float("-inf"), -3.0, 0.5])
+    gradient = sampled_label_gradient(torch.Generator().manual_seed(3))(row.repeat(20000, 1))
+    drawn = torch.softmax(row, -1) - gradient  # one-hot rows
+    assert torch.equal(drawn.round().sum(-1), torch.ones(20000)) and float(drawn[:, 4].abs().max()) == 0.0
+    torch.testing.assert_close(drawn.mean(0), torch.softmax(row, -1), atol=0.015, rtol=0.0)
 
 
 def test_the_walk_shows_heads_and_channels_that_were_dropped(windows: torch.Tensor) -> None:

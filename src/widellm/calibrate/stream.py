@@ -50,7 +50,10 @@ def sampled_label_gradient(generator: torch.Generator) -> LogitGradient:
         out = torch.empty_like(logits)
         for start in range(0, logits.shape[0], CHUNK):
             p = torch.softmax(logits[start : start + CHUNK].float(), -1)
-            label = torch.multinomial(p.cpu(), 1, generator=generator).to(p.device)
+            # by the inverse of the distribution function: torch.multinomial draws a number per word of the vocabulary
+            below = p.cumsum(-1)
+            drawn = torch.rand(len(p), 1, generator=generator).to(p.device) * below[:, -1:]
+            label = torch.searchsorted(below, drawn).clamp_max(p.shape[-1] - 1)
             p.scatter_add_(1, label, torch.full_like(p[:, :1], -1.0))
             out[start : start + CHUNK] = p.to(out.dtype)
         return out
