@@ -74,7 +74,9 @@ class WidellmConfig(QuantizationConfig):
             for name in (CONFIG_FILE, WEIGHTS_FILE):
                 folder = Path(hf_hub_download(model_name, name, revision=revision)).parent
         self.folder = folder
-        read_plan(folder)
+        plan = read_plan(folder)
+        if hf_config is not None:  # goes into the key of vLLM's compile cache: groups and ranks shape the graph
+            hf_config.update({"width_config_digest": plan.config.digest()})
 
     @cached_property
     def plan(self) -> Plan:
