@@ -52,6 +52,8 @@ OPTIONAL = {
     "triton",
     "vllm",
 }
+# Files that import an optional package themselves: Triton's through the kernel registry, vLLM's through its plugin.
+GUARDED = ("triton_", "vllm_")
 
 
 def _name(path: Path) -> str:
@@ -94,8 +96,8 @@ def test_imports_go_down_the_layers(path: Path) -> None:
 @pytest.mark.requirement("R52")
 @pytest.mark.parametrize("path", MODULES, ids=_name)
 def test_optional_packages_are_imported_in_one_place(path: Path) -> None:
-    # Triton kernels are the exception: their decorators need the module as a global; the registry guards their import
-    if path.name.startswith("triton_"):
+    # The exceptions need the module as a global, for decorators and base classes; what imports them is guarded
+    if path.name.startswith(GUARDED):
         return
     for name, line in _imports(ast.parse(path.read_text(encoding="utf-8"))):
         assert name.split(".")[0] not in OPTIONAL, f"{path}:{line} imports {name}: use widellm.optional.require"
@@ -104,7 +106,7 @@ def test_optional_packages_are_imported_in_one_place(path: Path) -> None:
 @pytest.mark.requirement("R52")
 def test_every_module_imports_with_the_core_packages_alone() -> None:
     """In a new process without optional packages or network: importing prints, starts and changes nothing."""
-    paths = [p for p in MODULES if not p.name.startswith("triton_") and p.name != "__main__.py"]
+    paths = [p for p in MODULES if not p.name.startswith(GUARDED) and p.name != "__main__.py"]
     modules = [_name(p) for p in paths]
     # what torch, transformers and others do at import is their own affair: they are imported before the first look
     statements = [node for p in paths for node in ast.parse(p.read_text(encoding="utf-8")).body]
