@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from widellm.errors import BackendError
-from widellm.kernels import cost_table, cpu
+from widellm.kernels import cost_table, cpu, gpu
 from widellm.kernels.cost_table import CostTable, OpShape
 from widellm.kernels.cpu import NATIVE_TYPES
 
@@ -29,6 +29,14 @@ DENSE_MAX_FFN = 4_000_000  # D x F
 # gathers cost more than the skipped work saves.
 GROUPED_MIN_ROWS = 256
 GROUPED_MAX_DENSITY = 0.6
+# On a GPU the density is not looked at: reading it would wait for the device and could not be captured in a CUDA graph.
+# These are estimates from bytes and multiply-adds, not measurements (docs/gpu.md). Up to TRITON_FEW rows the union of
+# what they keep leaves weights unread; from TRITON_MANY rows on the skipped multiply-adds outweigh the plan. Between,
+# independent masks keep every group and dense wins.
+TRITON_FEW = 4
+TRITON_MANY = 512
+TRITON_MIN_CHANNELS = 64
+TRITON_MIN_KEYS = 1024
 
 
 def choose(op: str, x: Tensor, keep: Tensor, width: int) -> str:
@@ -36,6 +44,8 @@ def choose(op: str, x: Tensor, keep: Tensor, width: int) -> str:
 
     For routed_attention x is q `[B, Tq, H, d]` and keep `[B, Tq, G]`. Takes some tens of microseconds.
     """
+    if x.device.type == "cuda":
+        return choose_on_gpu(op, keep.shape[0], width // keep.shape[-1])[0]
     native = x.device.type == "cpu" and x.dtype in NATIVE_TYPES and cpu.availability()[0]
     if op == "routed_attention":
         return "cpu" if native else "masked"
@@ -67,8 +77,23 @@ def native_when_dense(op: str, x: Tensor, weight: Tensor, width: int, groups: in
     return decide(op, x.shape[-1], width, groups, x.dtype, rows, 1.0, True)[0] == "cpu"
 
 
+def choose_on_gpu(op: str, rows: int, channels: int) -> tuple[str, str]:
+    """(backend, why) on a GPU, from shapes alone: `rows` rows, groups of `channels` (attention: any)."""
+    works, why = gpu.availability()
+    if not works:
+        return "masked", f"rule: dense, then drop: {why}"
+    if op == "routed_out" and rows > TRITON_FEW:
+        return "masked", f"rule, not measured: more than {TRITON_FEW} rows keep every group between them"
+    few = rows <= TRITON_FEW
+    if op == "routed_attention" or (channels >= TRITON_MIN_CHANNELS and (few or rows >= TRITON_MANY)):
+        return "triton", f"rule, not measured: up to {TRITON_FEW} rows or from {TRITON_MANY}, groups of 64 or more"
+    return "masked", f"rule, not measured: dense between {TRITON_FEW} and {TRITON_MANY} rows and for narrow groups"
+
+
 def choose_attention(query: Tensor, key: Tensor) -> str:
     """Name of the backend for attention of query `[B,H,Tq,d]` over key `[B,K,Tk,d]`."""
+    if query.device.type == "cuda":
+        return choose_on_gpu("routed_attention", 1, 1)[0] if key.shape[2] >= TRITON_MIN_KEYS else "masked"
     native = query.device.type == "cpu" and query.dtype in NATIVE_TYPES and key.dtype == query.dtype
     return "cpu" if native and cpu.availability()[0] else "masked"
 

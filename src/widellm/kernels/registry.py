@@ -10,7 +10,7 @@ What each computes is written in `reference.py`. A backend changes the time and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 
@@ -18,10 +18,18 @@ import torch
 from torch import Tensor
 
 from widellm.errors import BackendError
-from widellm.kernels import cpu, dispatch, grouped, masked, reference
+from widellm.kernels import cpu, dispatch, gpu, grouped, masked, reference
+from widellm.routing import state
+from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
 
-BACKENDS: dict[str, ModuleType] = {"reference": reference, "masked": masked, "grouped": grouped, "cpu": cpu}
+BACKENDS: dict[str, ModuleType] = {
+    "reference": reference,
+    "masked": masked,
+    "grouped": grouped,
+    "cpu": cpu,
+    "triton": gpu,
+}
 
 
 def backends() -> dict[str, tuple[bool, str]]:
@@ -32,6 +40,7 @@ def backends() -> dict[str, tuple[bool, str]]:
         "masked": (True, "dense linears, then drop; differentiable"),
         "grouped": (True, "plain torch, one GEMM per group over the rows that keep it"),
         "cpu": native,
+        "triton": gpu.availability(),
     }
 
 
@@ -48,7 +57,8 @@ def check_backend(name: str) -> str:
 def _backend(name: str, op: str, x: Tensor, keep: Tensor, width: int) -> Callable[..., Tensor]:
     if name == "auto":
         return partial(_auto, dispatch.choose(op, x, keep, width), op)
-    if name not in BACKENDS or (name == "cpu" and not cpu.availability()[0]):
+    here = {"cpu": cpu.availability, "triton": gpu.availability}
+    if name not in BACKENDS or (name in here and not here[name]()[0]):
         check_backend(name)
     backend: Callable[..., Tensor] = getattr(BACKENDS[name], op)
     return backend
@@ -219,6 +229,37 @@ def _(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, mask: Tensor | None, scale:
 def native_when_dense(op: str, x: Tensor, weight: Tensor, width: int, sub: SubLayer) -> bool:
     """See `dispatch.native_when_dense`; a backend asked for by name is not replaced by another."""
     return sub.backend == "auto" and dispatch.native_when_dense(op, x, weight, width, sub.groups)
+
+
+def decide(router: Router, rows: Tensor, lead: Sequence[int], sub: SubLayer) -> Tensor:
+    """Which groups each of rows [M, D] keeps: bool [M, G]; see `state.decide`. On a GPU the router is one kernel."""
+    keep = None
+    if sub.threshold is not None and not sub.shared:
+        keep = routed_keep(rows, router.down, router.up, router.bias, sub.threshold, sub.backend)
+    return state.decide(router(rows), lead, sub) if keep is None else keep
+
+
+def routed_keep(
+    x: Tensor, down: Tensor, up: Tensor, bias: Tensor, threshold: float, backend: str = "auto"
+) -> Tensor | None:
+    """The router's decision in one kernel: keep bool [M, G] of x [M, D]; None where that would not be faster.
+
+    down [r, D], up [G, r], bias [G] float32: see `routing.router.Router`. None too where gradients are wanted.
+    """
+    fused = backend == "triton" or (backend == "auto" and x.device.type == "cuda")
+    if not fused or not gpu.availability()[0] or _needs_grad(x, down, up, bias):
+        return None
+    return _routed_keep(x, down, up, bias, threshold)
+
+
+@torch.library.custom_op("widellm::routed_keep", mutates_args=())
+def _routed_keep(x: Tensor, down: Tensor, up: Tensor, bias: Tensor, threshold: float) -> Tensor:
+    return gpu.routed_keep(x, down, up, bias, threshold)
+
+
+@_routed_keep.register_fake
+def _(x: Tensor, down: Tensor, up: Tensor, bias: Tensor, threshold: float) -> Tensor:
+    return x.new_empty(x.shape[0], up.shape[0], dtype=torch.bool)
 
 
 def attention_skips(backend: str, query: Tensor, key: Tensor, kwargs: dict[str, object]) -> bool:

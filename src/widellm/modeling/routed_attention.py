@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from widellm.kernels import masked, registry
 from widellm.modeling.linears import is_bare_linear, matrix
 from widellm.routing.router import Router
-from widellm.routing.state import SubLayer, decide
+from widellm.routing.state import SubLayer
 
 ATTENTION_NAME = "widellm_sdpa"
 """The registered attention function: transformers' sdpa for everything that is not worth skipping."""
@@ -39,7 +39,7 @@ class RoutedIn:
             return super().forward(x)  # type: ignore[misc]
         rows = x.reshape(-1, x.shape[-1])
         lead = sub.lead or x.shape[:-1]
-        keep = decide(self.router(rows), lead, sub)
+        keep = registry.decide(self.router, rows, lead, sub)
         sub.keep = keep.view(*lead, sub.groups)
         if not sub.skips_in:
             return super().forward(x)  # type: ignore[misc]

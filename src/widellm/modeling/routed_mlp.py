@@ -12,7 +12,7 @@ from widellm.kernels import masked, registry
 from widellm.kernels.reference import activate
 from widellm.modeling.linears import is_plain_linear, matrix
 from widellm.routing.router import Router
-from widellm.routing.state import SubLayer, decide
+from widellm.routing.state import SubLayer
 
 __all__ = ["RoutedMLP", "channels", "is_plain_linear", "parts_of"]
 
@@ -39,7 +39,7 @@ class RoutedMLP:
                 return super().forward(x, *args, **kwargs)  # type: ignore[misc]
             keep = torch.ones(rows.shape[0], sub.groups, dtype=torch.bool)
         else:
-            keep = decide(self.router(rows), x.shape[:-1], sub)
+            keep = registry.decide(self.router, rows, x.shape[:-1], sub)
             sub.keep = keep.view(*x.shape[:-1], sub.groups)
         if not plain:
             # more than a weight (an adapter, quantised): call it, then drop; nothing is skipped
