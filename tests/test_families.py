@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from tiny import CONTRACT, tiny_model
 from widellm.config import WidthConfig
 from widellm.errors import ConfigError, UnsupportedModelError
 from widellm.families import FAMILIES, Family, locate
-from widellm.modeling.attach import attach, detach, width_of
+from widellm.kernels import cpu
+from widellm.modeling.attach import attach, detach, set_backend, width_of
 from widellm.modeling.linears import is_plain_linear, matrix
+from widellm.modeling.routed_layer import RoutedLayer
 
 
 @pytest.mark.requirement("R11")
@@ -72,18 +75,26 @@ def test_a_norm_across_heads_gets_all_of_them() -> None:
     assert sub.group_cost * sub.groups == attention.o_proj.weight.numel()
 
 
-def test_the_whole_layer_decode_leaves_out_rotary_embeddings_where_the_family_does() -> None:
-    from widellm.kernels import cpu
-    from widellm.modeling.routed_layer import RoutedLayer
-
-    if not cpu.availability()[0]:
-        pytest.skip(f"native library: {cpu.availability()[1]}")
-    model = make("smollm3")
-    assert [bool(layer.self_attn.use_rope) for layer in model.model.layers] == [True, False]
+@pytest.mark.skipif(not cpu.availability()[0], reason=f"native library: {cpu.availability()[1]}")
+@pytest.mark.parametrize("name", ["smollm3", "phi3", "phi3-partial-rotary"])
+def test_whole_layer_decode_of_layers_that_are_not_quite_llamas(name: str) -> None:
+    """Without rotary embeddings in some layers or in part of each head, or with fused linears (bound as row slices)."""
+    model, ids = make(name), tokens(2, 3)
     route(model)
-    logits_of(model, tokens(1, 4))
-    # the contract's check of the cache compares these layers with a whole forward
-    assert all(isinstance(m, RoutedLayer) and m._native[-1].fused is not None for m in model.model.layers)
+    native = copy.deepcopy(model)
+    set_backend(model, "masked")
+    torch.testing.assert_close(logits_of(native, ids), logits_of(model, ids), atol=1e-4, rtol=1e-3)
+    layers = native.model.layers
+    assert all(isinstance(m, RoutedLayer) and m._native[-1].fused is not None for m in layers)
+    if name == "smollm3":
+        assert [bool(layer.self_attn.use_rope) for layer in layers] == [True, False]
+        return
+    bound = layers[0]._native[-1].fused
+    for m in (model, native):  # a slice does not follow its parameter to new memory: it has to be bound again
+        weight = m.model.layers[0].self_attn.qkv_proj.weight
+        weight.data = weight.data * 2
+    torch.testing.assert_close(logits_of(native, ids), logits_of(model, ids), atol=1e-4, rtol=1e-3)
+    assert layers[0]._native[-1].fused is not bound
 
 
 def test_transposed_weights_are_stored_for_kernels_and_given_back() -> None:

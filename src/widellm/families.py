@@ -56,12 +56,12 @@ class Family:
     False: attention runs over all heads, and only q and o skip."""
     plain_block: bool = True
     """Whether a layer is x + attention(norm(x)), then x + mlp(norm(x)), with RMSNorm (weight times the normed value),
-    rotary embeddings in the rotate-half convention and a linear for each projection: what the native whole-layer decode
-    computes."""
+    and rotary embeddings in the rotate-half convention: what the native whole-layer decode computes. A fused q, k, v
+    must not be interleaved."""
 
 
-# Not plain: norms after the sub-layers (Gemma, OLMo 2), factors on the residual (Granite), fused linears (Phi-3),
-# parallel sub-layers or LayerNorm (Falcon, GPT-NeoX, OPT, GPT-2), experts (Mixtral).
+# Not plain: norms after the sub-layers (Gemma, OLMo 2), factors on the residual (Granite), parallel sub-layers or
+# LayerNorm (Falcon, GPT-NeoX, OPT, GPT-2), experts (Mixtral).
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "mistral": Family(),
@@ -76,7 +76,6 @@ FAMILIES: dict[str, Family] = {
         v_proj="qkv_proj",
         gate_proj="gate_up_proj",
         up_proj="gate_up_proj",
-        plain_block=False,
     ),
     "olmo2": Family(attention_norm=None, ffn_norm=None, whole_q=True, plain_block=False),
     "granite": Family(plain_block=False),

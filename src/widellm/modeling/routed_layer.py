@@ -41,6 +41,14 @@ class Binding:
     def __init__(self) -> None:
         self.fused: FusedLayer | None = None
         self.setting: tuple[float | None, float | None, bool] | None = None
+        self.sources: list[tuple[Any, int]] = []
+        """Fused linears, of which parts are bound, and where their weights were."""
+
+    def stale(self) -> bool:
+        """Whether the layer has to be bound (again)."""
+        if self.fused is None or self.fused.stale():
+            return True
+        return any(linear.weight.data_ptr() != address for linear, address in self.sources)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         return Binding()
@@ -100,10 +108,11 @@ class RoutedLayer:
             return False
         if any(value is not None for name, value in kwargs.items() if name not in _UNDERSTOOD):
             return False
-        if binding.fused is None or binding.fused.stale():
+        if binding.stale():
             if hidden.dtype not in cpu.NATIVE_TYPES or obstacle(modules) is not None:
                 return False
-            binding.fused = bind(modules, layout)
+            binding.fused = bind(modules, layout, kwargs["position_embeddings"][0].shape[-1])
+            binding.sources = [(m, m.weight.data_ptr()) for m in (modules.q_proj, modules.up_proj)]
             binding.setting = None
         return True
 
@@ -130,7 +139,7 @@ def obstacle(modules: LayerModules) -> str | None:
     """Why a layer cannot be bound: only bare linears are, with nothing hooked onto what would not be called."""
     for name in ("k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"):
         module = getattr(modules, name)
-        if module is not None and not is_plain_linear(module):
+        if module is not None and module is not modules.q_proj and not is_plain_linear(module):
             return f"{name} is a {dense_class(module).__name__}, or has hooks: only plain linears are bound"
     for name in ("q_proj", "o_proj"):
         module = getattr(modules, name)
@@ -141,36 +150,41 @@ def obstacle(modules: LayerModules) -> str | None:
     return None
 
 
-def bind(modules: LayerModules, layout: Layout) -> FusedLayer | None:
-    """The native form of a layer, or None where its weights' layout has none."""
+def bind(modules: LayerModules, layout: Layout, rotary_dim: int | None = None) -> FusedLayer | None:
+    """The native form of a layer, or None where its weights' layout has none. rotary_dim: None, all of each head."""
     family = layout.family
     norms = {}
     for name, path in (("q_norm", family.q_norm), ("k_norm", family.k_norm)):
         if path is not None:
             norms[name] = getattr(modules.attention, path)
-    gate = modules.gate_proj
+    q_rows, kv_rows = (heads * layout.head_dim for heads in (layout.num_attention_heads, layout.num_key_value_heads))
+    (w_q, b_q), (w_k, b_k), (w_v, b_v) = _rows(
+        (modules.q_proj, modules.k_proj, modules.v_proj), (q_rows, kv_rows, kv_rows)
+    )
+    (w_gate, b_gate), (w_up, b_up) = _rows((modules.gate_proj, modules.up_proj), (layout.intermediate_size,) * 2)
     try:
         return FusedLayer.bind(
             attn_norm=modules.attention_norm.weight,
             ffn_norm=modules.ffn_norm.weight,
-            w_q=modules.q_proj.weight,
-            w_k=modules.k_proj.weight,
-            w_v=modules.v_proj.weight,
+            w_q=w_q,
+            w_k=w_k,
+            w_v=w_v,
             w_o=modules.o_proj.weight,
-            w_gate=None if gate is None else gate.weight,
-            w_up=modules.up_proj.weight,
+            w_gate=w_gate,
+            w_up=w_up,
             w_down=modules.down_proj.weight,
-            b_q=modules.q_proj.bias,
-            b_k=modules.k_proj.bias,
-            b_v=modules.v_proj.bias,
+            b_q=b_q,
+            b_k=b_k,
+            b_v=b_v,
             b_o=modules.o_proj.bias,
-            b_gate=None if gate is None else gate.bias,
-            b_up=modules.up_proj.bias,
+            b_gate=b_gate,
+            b_up=b_up,
             b_down=modules.down_proj.bias,
             q_norm=norms["q_norm"].weight if norms else None,
             k_norm=norms["k_norm"].weight if norms else None,
             qk_eps=norms["q_norm"].variance_epsilon if norms else 1e-6,
             head_dim=layout.head_dim,
+            rotary_dim=rotary_dim,
             act=layout.activation,
             attn_eps=modules.attention_norm.variance_epsilon,
             ffn_eps=modules.ffn_norm.variance_epsilon,
@@ -180,6 +194,15 @@ def bind(modules: LayerModules, layout: Layout) -> FusedLayer | None:
         )
     except BackendError:
         return None
+
+
+def _rows(linears: tuple[Any, ...], sizes: tuple[int, ...]) -> list[tuple[Any, Any]]:
+    """(weight, bias) of each: rows of a fused linear where several are the same module, None where one is None."""
+    if linears[0] is not linears[-1]:
+        return [(None, None) if m is None else (m.weight, m.bias) for m in linears]
+    fused = linears[0]
+    biases = [None] * len(sizes) if fused.bias is None else fused.bias.split(sizes)
+    return list(zip(fused.weight.split(sizes), biases, strict=True))
 
 
 def _router(router: Router) -> cpu.Router:
