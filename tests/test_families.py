@@ -12,14 +12,17 @@ import torch
 
 from family_contract import CHECKS, logits_of, make, tokens
 from routing_helpers import route
-from tiny import CONTRACT, tiny_model
+from tiny import CONTRACT, tiny_model, tiny_tokenizer
+from widellm.calibrate.calibration import Settings
 from widellm.config import WidthConfig
 from widellm.errors import ConfigError, UnsupportedModelError
 from widellm.families import FAMILIES, Family, locate
 from widellm.kernels import cpu
 from widellm.modeling.attach import attach, detach, set_backend, width_of
+from widellm.modeling.checkpoint import load
 from widellm.modeling.linears import is_plain_linear, matrix
 from widellm.modeling.routed_layer import RoutedLayer
+from widellm.pipeline import prune
 
 
 @pytest.mark.requirement("R11")
@@ -206,3 +209,17 @@ def test_every_family_attaches_on_the_meta_device(name: str) -> None:
     width = attach(model, WidthConfig(layout.model_type, 2, 2, 8, 4, kinds=layout.family.kinds))
     assert all(p.is_meta for sub in width.sublayers for p in width.router(sub).parameters())
     detach(model)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "mixtral"])
+def test_prune_and_its_directory(name: str, tmp_path: Path) -> None:
+    """From a directory to a routed one: learned positions, an FFN without a module, no routed FFN."""
+    model, out, text = make(name), tmp_path / "routed", tmp_path / "text.txt"
+    model.save_pretrained(tmp_path / "dense")
+    tiny_tokenizer().save_pretrained(tmp_path / "dense")
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    settings = Settings(ffn_group_size=8, router_rank=4)
+    prune(str(tmp_path / "dense"), out, 0.5, str(text), tokens=4096, window=128, settings=settings, force=True)
+    routed, _ = load(out, budget=0.5)
+    assert width_of(routed).config.kinds == locate(model).family.kinds
+    assert torch.isfinite(logits_of(routed, tokens(1, 9))).all()

@@ -141,7 +141,7 @@ def prune(
     comparison = compare_with_dense(model, held_out, lambda d, t: progress("held-out text", d, t))
     warnings = _verdict(comparison, budget, force)
     progress("speed", 0, 1)
-    prompt = held_out.reshape(1, -1)[:, :1024]
+    prompt = held_out.reshape(1, -1)[:, : min(1024, context or 1024)]  # learned positions end there
     dense_speed, routed_speed = measure(model, prompt, [1.0, budget])
     progress("speed", 1, 1)
     if out is not None:

@@ -104,7 +104,8 @@ def calibrate(
     cuts = [max(2, int(len(windows) * share)) for share in (CURVATURE_SHARE, DENSE_SHARE, ROUTED_SHARE)]
     parts = torch.split(windows[: sum(cuts)], cuts)
     rest = windows[sum(cuts) :]
-    pieces = rest.flatten().split(STEP_TOKENS)
+    context = getattr(model.config, "max_position_embeddings", None) or STEP_TOKENS  # learned positions end there
+    pieces = rest.flatten().split(min(STEP_TOKENS, context))
     steps = torch.stack([piece for piece in pieces if len(piece) == len(pieces[0])][:MOST_STEPS])
     probes = rest[: max(2, DIAL_PROBE_TOKENS // windows.shape[1])]
     shown = windows[:: max(1, windows.numel() // DIAL_TOKENS)]
