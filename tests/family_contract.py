@@ -75,7 +75,7 @@ def check_masks(name: str) -> None:
 
 
 def check_padding(name: str) -> None:
-    """A sequence's logits and masks do not depend on its batch mates or on padding, left or right."""
+    """A sequence's logits, masks and generated text do not depend on its batch mates or on padding, left or right."""
     model = make(name)
     width = route(model)
     sequences = [tokens(n, seed=n) for n in (3, 11, 7, 1)]
@@ -93,6 +93,13 @@ def check_padding(name: str) -> None:
             torch.testing.assert_close(together[row][real], alone, atol=1e-4, rtol=1e-3)
             for keep, sub in zip(keeps, width.sublayers, strict=True):
                 assert sub.keep is not None and torch.equal(keep[row][real], sub.keep[0])
+
+    batch = torch.stack([tokens(7), torch.cat([torch.zeros(4, dtype=torch.long), tokens(3)])])
+    mask = torch.ones_like(batch)
+    mask[1, :4] = 0
+    written = greedy(model, batch, attention_mask=mask)
+    assert torch.equal(written[0, 7:], greedy(model, tokens(1, 7))[0, 7:])
+    assert torch.equal(written[1, 7:], greedy(model, tokens(1, 3))[0, 3:])
 
 
 def greedy(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:

@@ -223,3 +223,17 @@ def test_prune_and_its_directory(name: str, tmp_path: Path) -> None:
     routed, _ = load(out, budget=0.5)
     assert width_of(routed).config.kinds == locate(model).family.kinds
     assert torch.isfinite(logits_of(routed, tokens(1, 9))).all()
+
+
+@pytest.mark.skipif(not cpu.availability()[0], reason=f"native library: {cpu.availability()[1]}")
+@pytest.mark.parametrize("name", CONTRACT)
+def test_native_kernels_take_every_familys_weights_in_bfloat16(name: str) -> None:
+    model, ids = make(name).to(torch.bfloat16), tokens(1, 50)
+    first = route(model).sublayers[0]
+    expected = []
+    for backend in ("masked", "cpu"):  # by name: what it cannot take is an error, not a fall-back
+        set_backend(model, backend)
+        assert torch.isfinite(logits_of(model, ids)).all()
+        assert first.keep is not None
+        expected.append(first.keep.clone())
+    assert torch.equal(*expected)

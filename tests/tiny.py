@@ -40,8 +40,15 @@ NEEDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen3": {"head_dim": 8},  # its default is 128, whatever D and H are
     "smollm3": {"no_rope_layers": [1, 0], "use_sliding_window": False},
-    "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 10, "sliding_window": 4, "attn_logit_softcapping": 2.0},
+    "gemma2": {
+        "tie_word_embeddings": True,
+        "head_dim": 12,
+        "query_pre_attn_scalar": 10,
+        "sliding_window": 4,
+        "attn_logit_softcapping": 2.0,
+    },
     "gemma3_text": {
+        "tie_word_embeddings": True,
         "head_dim": 12,
         "query_pre_attn_scalar": 10,
         "sliding_window": 4,
@@ -53,9 +60,9 @@ NEEDS: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 1.5,
         "logits_scaling": 2.0,
     },
-    "falcon": {"multi_query": True, "ffn_hidden_size": 48},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "num_key_value_heads": None},
-    "gpt2": {"n_inner": 48, "num_key_value_heads": None},
+    "falcon": {"tie_word_embeddings": True, "multi_query": True, "ffn_hidden_size": 48},
+    "opt": {"tie_word_embeddings": True, "ffn_dim": 48, "word_embed_proj_dim": 32, "num_key_value_heads": None},
+    "gpt2": {"tie_word_embeddings": True, "n_inner": 48, "num_key_value_heads": None},
     "gpt_neox": {"rotary_pct": 0.5, "num_key_value_heads": None},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }

@@ -9,7 +9,7 @@ import torch
 from widellm.kernels import cpu, dispatch
 from widellm.kernels.cost_table import OpShape
 from widellm.modeling.attach import Width, width_of
-from widellm.modeling.linears import is_input_major, matrix
+from widellm.modeling.linears import is_input_major
 from widellm.modeling.routed_attention import ATTENTION_NAME
 from widellm.modeling.routed_layer import RoutedLayer, bind, obstacle
 from widellm.modeling.swap import is_routed
@@ -34,7 +34,9 @@ def _ops(model: Any, layer: int) -> list[OpShape]:
         if sub.layer_index != layer:
             continue
         if sub.kind == "attention":
-            rows, groups = matrix(modules.q_proj).shape[0], sub.groups if sub.blocks is None else len(sub.blocks)
+            groups, rows = (
+                (sub.groups, heads) if sub.blocks is None else (len(sub.blocks), len(sub.blocks) * layout.head_dim)
+            )
             if sub.skips_in:
                 ops.append(OpShape("routed_in", hidden, rows, groups, dtype))
             ops.append(OpShape("routed_out", hidden, heads, sub.groups, dtype, is_input_major(modules.o_proj)))
