@@ -132,6 +132,9 @@ def test_native_kernels_are_taken_where_they_win() -> None:
 def test_dense_is_taken_where_everything_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for op in ("routed_ffn", "routed_in", "routed_out"):
         assert choose(512, 1.0, op=op) == "masked" and choose(512, 0.75, op=op) == choose(32, 1.0, op=op) == "cpu"
+    near = dispatch.DENSE_OUT_DENSITY + 0.01
+    assert dispatch.decide("routed_out", 32, 32, 4, torch.float32, 512, near, True)[0] == "masked"
+    assert dispatch.decide("routed_out", 4096, 4096, 4, torch.float32, 512, near, True)[0] == "cpu"
     monkeypatch.setattr(dispatch, "DENSE_MAX_FFN", 16)
     assert choose(512, 1.0) == "cpu" and choose(512, 1.0, op="routed_out") == "masked"
 

@@ -25,6 +25,9 @@ _SAMPLE = 8192
 # skipped: it is then no slower than dense, then drop. With everything kept and many rows torch's linears are faster,
 # except on large FFNs: there torch is slow, and slower still on input-major weights.
 DENSE_MAX_FFN = 4_000_000  # D x F
+# Sums out of the groups are kept in float32 between them, which costs about as much as a tenth of the work saves.
+DENSE_OUT_DENSITY = 0.88
+DENSE_MAX_OUT = 2048  # inputs N: beyond, torch is slow on input-major weights here too
 # Plain torch's one GEMM per group: below this many rows a group's share of them is too small, above this density the
 # gathers cost more than the skipped work saves.
 GROUPED_MIN_ROWS = 256
@@ -114,9 +117,12 @@ def decide(
             best = min(usable, key=usable.__getitem__)
             times = ", ".join(f"{b} {ms:.3g} ms" for b, ms in sorted(usable.items(), key=lambda item: item[1]))
             return best, f"measured: {times}"
-    large = op == "routed_ffn" and inputs * width > DENSE_MAX_FFN
-    if native and density >= 1.0 and rows > cpu.few_rows() and not large:
-        return "masked", "rule: everything is kept"
+    if native and rows > cpu.few_rows():
+        large = op == "routed_ffn" and inputs * width > DENSE_MAX_FFN
+        if density >= 1.0 and not large:
+            return "masked", "rule: everything is kept"
+        if op == "routed_out" and density >= DENSE_OUT_DENSITY and inputs <= DENSE_MAX_OUT:
+            return "masked", f"rule: dense from density {DENSE_OUT_DENSITY:g} on"
     if native:
         return "cpu", "rule: native kernels where they can run"
     if op == "routed_ffn" and rows >= GROUPED_MIN_ROWS and density <= GROUPED_MAX_DENSITY:

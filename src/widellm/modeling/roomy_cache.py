@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 _SPARE = 64
 """Positions of room at least; a sixteenth of the length when that is more."""
@@ -45,8 +46,6 @@ def extended(cache: Any, index: int, batch: int, tokens: int) -> tuple[Tensor, T
     The cache already holds them when this returns. None, and nothing is touched, unless the layer is a plain
     DynamicLayer on the CPU with at least one token in it: `cache.update` is the way then.
     """
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
     if type(cache) is not DynamicCache or cache.offloading or index >= len(cache.layers):
         return None
     layer = cache.layers[index]

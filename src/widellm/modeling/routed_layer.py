@@ -6,6 +6,7 @@ At small sizes transformers loses most of its time between the ops. The function
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ _UNDERSTOOD = {
     "output_attentions",
 }
 """What transformers may pass a layer that the native calls respect, or have no need of (use_cache, positions)."""
+
+
+_NATIVE_NAMES = {"auto", "cpu"}
+_most_rows = functools.cache(cpu.few_rows)
 
 
 class Binding:
@@ -100,14 +105,14 @@ class RoutedLayer:
         needs_graph = torch.is_grad_enabled() and hidden.requires_grad
         if hidden.device.type != "cpu" or needs_graph or torch.compiler.is_compiling():
             return False
-        if hidden.shape[0] * hidden.shape[1] > cpu.few_rows() or kwargs.get("position_embeddings") is None:
+        if hidden.shape[0] * hidden.shape[1] > _most_rows() or kwargs.get("position_embeddings") is None:
             return False
-        if not {attention.backend, ffn.backend} <= {"auto", "cpu"} or kwargs.get("output_attentions"):
+        names = {attention.backend, ffn.backend}
+        if not names <= _NATIVE_NAMES or (attention.threshold is None and not regrouped and "cpu" not in names):
             return False
-        if attention.threshold is None and not regrouped and "cpu" not in (attention.backend, ffn.backend):
-            return False
-        if any(value is not None for name, value in kwargs.items() if name not in _UNDERSTOOD):
-            return False
+        for name, value in kwargs.items():
+            if value is not None and (name not in _UNDERSTOOD or (name == "output_attentions" and value)):
+                return False
         if binding.stale():
             if hidden.dtype not in cpu.NATIVE_TYPES or obstacle(modules) is not None:
                 return False

@@ -65,7 +65,7 @@ template <class T> static int64_t ffn_many(const WideFfn &f, WideArena *arena) {
             memset((void *)(to + n + row * batches.row_size), 0, (size_t)padding * sizeof(A));
         }
         team.barrier();
-        out.run(batches, b, plan, h, queues[2 * b + 1], panel);
+        out.run(batches, b, plan, h, queues[2 * b + 1], team, panel);
         team.barrier();
       }
     });
@@ -128,6 +128,7 @@ template <class T> static int64_t out_many(const WideOut &f, WideArena *arena) {
   batches.reserve(s, f.groups, block, units * Packed<T>::per, kBatchBytes / (int64_t)sizeof(A));
   A *h = s.get<A>(batches.limit);
   Queue *queues = s.get<Queue>(2 * f.groups + 2);
+  int64_t *places = s.get<int64_t>(threads * f.groups);
   float *panels = s.get<float>(threads * ManyOut<T>::scratch(size));
   float *total = s.get<float>(ceil_div(f.outputs, kNr) * block * kNr);
   if (!s.ok) return WIDELLM_NO_MEMORY;
@@ -142,15 +143,19 @@ template <class T> static int64_t out_many(const WideOut &f, WideArena *arena) {
                    (T *)f.out + row0 * f.ldout, f.ldout, total};
     parallel(threads, [&](const Team &team) {
       for (int64_t b = 0; b < batches.count; b++) {
-        for (int64_t i = batches.begin[b] + queues[2 * b].take(); i < batches.begin[b + 1];
-             i = batches.begin[b] + queues[2 * b].take()) {
-          int64_t g = batches.groups[i];
-          const int32_t *ids = plan.ids + plan.start[g];
-          for (int64_t r = 0; r < plan.count(g); r++)
-            widen_row<T>(x + ids[r] * f.ldx + g * size, size, h + batches.offset[i] + r * batches.row_size);
-        }
+        // Row by row: a row is read from end to end, its pieces go to where their groups collect them.
+        Range part = share(rows, 1, team);
+        int64_t *at = places + team.thread * f.groups;
+        for (int64_t i = batches.begin[b]; i < batches.begin[b + 1]; i++)
+          at[i] = plan.before(batches.groups[i], part.begin);
+        for (int64_t m = part.begin; m < part.end; m++)
+          for (int64_t i = batches.begin[b]; i < batches.begin[b + 1]; i++) {
+            int64_t g = batches.groups[i];
+            if (at[i] == plan.count(g) || plan.ids[plan.start[g] + at[i]] != m) continue;
+            widen_row<T>(x + m * f.ldx + g * size, size, h + batches.offset[i] + at[i]++ * batches.row_size);
+          }
         team.barrier();
-        out.run(batches, b, plan, h, queues[2 * b + 1], panels + team.thread * ManyOut<T>::scratch(size));
+        out.run(batches, b, plan, h, queues[2 * b + 1], team, panels + team.thread * ManyOut<T>::scratch(size));
         team.barrier();
       }
     });

@@ -31,6 +31,16 @@ struct Plan {  // rows that keep each group: ids[start[g] .. start[g + 1])
     start[0] = 0;
   }
   int64_t count(int64_t g) const { return start[g + 1] - start[g]; }
+  // Rows of g before `row`: they ascend.
+  int64_t before(int64_t g, int64_t row) const {
+    int64_t lo = 0, hi = count(g);
+    while (lo < hi) {
+      int64_t middle = (lo + hi) / 2;
+      if (ids[start[g] + middle] < row) lo = middle + 1;
+      else hi = middle;
+    }
+    return lo;
+  }
 };
 
 // The groups that any row keeps, in order, cut into batches whose inner activations ([rows that keep it, row_size] for
@@ -168,9 +178,19 @@ template <class T> struct ManyOut {  // sums[panel][row] += h[group] . w[group]
 
   int64_t panels() const { return ceil_div(outputs, kNr); }
   // Panels that a thread takes together: a weight row is then read in pieces worth a page walk, and the sums of all
-  // rows still fit a core's cache.
+  // rows still fit a core's cache. Panels that would leave a thread idle at the end are cut by rows instead.
   int64_t stripe() const { return imin(imax(kSumsNear / (rows * kNr), 1), kMaxStripe); }
-  int64_t stripes() const { return ceil_div(panels(), stripe()); }
+  struct Piece { int64_t first, panels; Range rows; };
+  int64_t even(int64_t threads) const { return panels() - panels() % threads; }
+  int64_t pieces(int64_t threads) const {
+    return ceil_div(even(threads), stripe()) + panels() % threads * threads;
+  }
+  Piece piece(int64_t i, int64_t threads) const {
+    int64_t stripes = ceil_div(even(threads), stripe());
+    if (i < stripes) return {i * stripe(), imin(stripe(), even(threads) - i * stripe()), {0, rows}};
+    int64_t part = (i - stripes) % threads;
+    return {even(threads) + (i - stripes) / threads, 1, {rows * part / threads, rows * (part + 1) / threads}};
+  }
   static int64_t scratch(int64_t size) { return kMaxStripe * (size + 1) * kNr; }
 
   void pack(int64_t g, int64_t column, int64_t count, float *panel) const {
@@ -189,9 +209,9 @@ template <class T> struct ManyOut {  // sums[panel][row] += h[group] . w[group]
     }
   }
   // next: the group that comes after g, or -1
-  void add(int64_t stripe_at, int64_t g, int64_t next, const A *h, const int32_t *ids, int64_t count,
+  void add(const Piece &piece, int64_t g, int64_t next, const A *h, const int32_t *ids, int64_t count,
            float *panel) const {
-    int64_t first = stripe_at * stripe(), some_panels = imin(stripe(), panels() - first), column = first * kNr;
+    int64_t first = piece.first, some_panels = piece.panels, column = first * kNr;
     Ahead ahead;
     pack(g, column, some_panels, panel);
     if (next >= 0 && input_major)
@@ -208,30 +228,34 @@ template <class T> struct ManyOut {  // sums[panel][row] += h[group] . w[group]
           c[r] = base + ids[i + r] * kNr;
         }
         ahead.ask();
+        for (int64_t r = i + kMr; r < imin(i + 2 * kMr, count); r++)  // rows lie apart: nothing else foresees them
+          for (int v = 0; v < kNv; v++) __builtin_prefetch(base + ids[r] * kNr + v * kLanes, 1);
         tile_of(some, a, panel + p * units * kNr, units, c, false);
       }
     }
   }
-  // All stripes of one batch of groups.
-  void run(const Batches &batches, int64_t b, const Plan &plan, const A *h, Queue &queue, float *panel) const {
-    for (int64_t p = queue.take(); p < stripes(); p = queue.take()) {
-      if (b == 0) clear(p);
+  // All pieces of one batch of groups.
+  void run(const Batches &batches, int64_t b, const Plan &plan, const A *h, Queue &queue, const Team &team,
+           float *panel) const {
+    for (int64_t p = queue.take(); p < pieces(team.threads); p = queue.take()) {
+      Piece now = piece(p, team.threads);
+      if (b == 0) clear(now);
       for (int64_t i = batches.begin[b]; i < batches.begin[b + 1]; i++) {
         int64_t g = batches.groups[i], next = i + 1 < batches.begin[b + 1] ? batches.groups[i + 1] : -1;
-        add(p, g, next, h + batches.offset[i], plan.ids + plan.start[g], plan.count(g), panel);
+        int64_t from = plan.before(g, now.rows.begin), to = plan.before(g, now.rows.end);
+        const A *rows_of = h + batches.offset[i] + from * batches.row_size;
+        if (from < to) add(now, g, next, rows_of, plan.ids + plan.start[g] + from, to - from, panel);
       }
-      if (b + 1 == batches.count) finish(p);
+      for (int64_t i = now.first; b + 1 == batches.count && i < now.first + now.panels; i++) finish(i, now.rows);
     }
   }
-  void clear(int64_t stripe_at) const {
-    int64_t first = stripe_at * stripe(), count = imin(stripe(), panels() - first);
-    memset(sums + first * rows * kNr, 0, (size_t)(count * rows * kNr) * sizeof(float));
+  void clear(const Piece &piece) const {
+    for (int64_t p = piece.first; p < piece.first + piece.panels; p++)
+      memset(sums + (p * rows + piece.rows.begin) * kNr, 0,
+             (size_t)((piece.rows.end - piece.rows.begin) * kNr) * sizeof(float));
   }
-  void finish(int64_t stripe_at) const {
-    for (int64_t p = stripe_at * stripe(); p < imin((stripe_at + 1) * stripe(), panels()); p++) finish_panel(p);
-  }
-  void finish_panel(int64_t p) const {
-    for (int64_t m = 0; m < rows; m++)
+  void finish(int64_t p, Range part) const {
+    for (int64_t m = part.begin; m < part.end; m++)
       for (int64_t j = p * kNr; j < imin((p + 1) * kNr, outputs); j += kLanes) {
         int64_t lanes = imin(kLanes, outputs - j);
         vf a = load(sums + (p * rows + m) * kNr + j - p * kNr);
