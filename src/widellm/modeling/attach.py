@@ -15,6 +15,7 @@ from widellm.errors import ConfigError, UnsupportedModelError
 from widellm.families import Family, LayerModules, Layout, locate
 from widellm.kernels import cpu
 from widellm.kernels.registry import check_backend
+from widellm.modeling.decide import ResidualTap
 from widellm.modeling.routed_attention import ATTENTION_NAME, RoutedOutput, RoutedQuery, register_attention
 from widellm.modeling.routed_layer import Binding, NativeHead, RoutedLayer
 from widellm.modeling.routed_mlp import RoutedMLP, is_plain_linear, parts_of
@@ -57,11 +58,14 @@ class Width:
     @contextmanager
     def watch(self, see: Callable[[int, Tensor], None]) -> Iterator[None]:
         """Inside the block, every forward calls see(place in `sublayers`, logits [B, T, G]), at budget 1.0 too."""
+        led: dict[int, Tensor] = {}
         with ExitStack() as hooks:
             for place, sub in enumerate(self.sublayers):
 
-                def note(module: Any, args: Any, place: int = place) -> None:
-                    see(place, module.router(args[0]))
+                def note(module: Any, args: Any, place: int = place, sub: SubLayer = sub) -> None:
+                    if sub.follows is None:
+                        led[sub.layer_index] = module.router(args[0] if sub.residual is None else sub.residual)
+                    see(place, led[sub.layer_index])
 
                 hooks.callback(self.owner(sub).register_forward_pre_hook(note).remove)
             yield
@@ -104,8 +108,14 @@ def attach(
         "attention": layout.groups("attention", config.head_group_size),
         "ffn": layout.groups("ffn", config.ffn_group_size),
     }
+    if config.decision == "layer" and groups != {"attention": 1, "ffn": 1}:
+        raise ConfigError(
+            f"one decision for a whole layer needs one group in attention and FFN, got {groups['attention']} and "
+            f"{groups['ffn']}: use group sizes {layout.num_attention_heads} and {layout.intermediate_size}"
+        )
     for index, modules in enumerate(layout.layers):
-        for name in ("q_proj", "o_proj", "mlp", "layer"):
+        norms = ("attention_norm", "ffn_norm") if config.router_input == "residual" else ()
+        for name in ("q_proj", "o_proj", "mlp", "layer", *norms):
             check_swappable(getattr(modules, name), f"{name} of layer {index}")
     if permutations is None:
         permutations = torch.arange(layout.intermediate_size).repeat(len(layout.layers), 1)
@@ -118,7 +128,7 @@ def attach(
                         f"layer {index}'s {type(part).__name__} cannot be regrouped: use a model with plain linears"
                     )
 
-    sublayers = []
+    sublayers: list[SubLayer] = []
     for index, modules in enumerate(layout.layers):
         if not in_order:
             _permute_channels(modules.gate_proj, modules.up_proj, modules.down_proj, permutations[index])
@@ -127,15 +137,23 @@ def attach(
             size = config.head_group_size if kind == "attention" else config.ffn_group_size
             sub = SubLayer(kind, index, groups[kind], size, group_cost(layout, kind, size))
             device = modules.up_proj.weight.device if kind == "ffn" else modules.q_proj.weight.device
-            owner.router = Router(layout.hidden_size, groups[kind], config.router_rank, device)
+            capped = config.router_input == "normed"
+            owner.router = Router(layout.hidden_size, groups[kind], config.router_rank, device, capped)
             owner._width = sub
+            if config.router_input == "residual":
+                norm = modules.attention_norm if kind == "attention" else modules.ffn_norm
+                norm._width = sub
+                routed(norm, ResidualTap)
+            if config.decision == "layer" and kind == "ffn":
+                sub.follows = sublayers[-1]
             sublayers.append(sub)
         modules.o_proj._width = modules.attention._width = modules.q_proj._width
         modules.mlp._parts = parts_of(modules, layout.activation)
         routed(modules.q_proj, RoutedQuery)
         routed(modules.o_proj, RoutedOutput)
         routed(modules.mlp, RoutedMLP)
-        if layout.family.plain_block and cpu.availability()[0]:
+        published = config.router_input == "residual" or config.decision == "layer"
+        if layout.family.plain_block and cpu.availability()[0] and not published:  # the native layer knows neither
             modules.layer._native = (modules, layout, sublayers[-2], sublayers[-1], regrouped, Binding())
             routed(modules.layer, RoutedLayer)
         if regrouped:
@@ -168,6 +186,10 @@ def detach(model: Any) -> Any:
         _store_input_major(modules, False)
         for owner in (modules.q_proj, modules.mlp):
             del owner.router
+        for norm in (modules.attention_norm, modules.ffn_norm):
+            if is_routed(norm, ResidualTap):
+                unrouted(norm, ResidualTap)
+                del norm._width
         for owner in (modules.q_proj, modules.o_proj, modules.attention, modules.mlp):
             del owner._width
         del modules.mlp._parts

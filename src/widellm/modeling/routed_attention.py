@@ -14,6 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from widellm.kernels import masked, registry
+from widellm.modeling.decide import decide, decide_softly, weigh
 from widellm.modeling.swap import dense_class
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
@@ -31,11 +32,13 @@ class RoutedQuery:
     def forward(self, x: Tensor) -> Tensor:
         sub = self._width
         if sub.threshold is None:
-            sub.keep = None
+            sub.keep = sub.weights = sub.residual = None
+            return super().forward(x)  # type: ignore[misc]
+        if sub.gate is not None:
+            decide_softly(sub, self.router, x)  # the attention's output is weighed, before whatever wraps o
             return super().forward(x)  # type: ignore[misc]
         rows = x.reshape(-1, x.shape[-1])
-        keep = self.router(rows) > sub.threshold
-        sub.keep = keep.view(*x.shape[:-1], sub.groups)
+        keep = decide(sub, self.router, x)
         if not _bare(self):
             q = super().forward(x)  # type: ignore[misc]
             return masked.drop(q.reshape(-1, q.shape[-1]), keep).view(q.shape)
@@ -50,7 +53,7 @@ class RoutedOutput:
 
     def forward(self, h: Tensor) -> Tensor:
         sub = self._width
-        if sub.threshold is None or sub.keep is None:
+        if sub.threshold is None or sub.keep is None or sub.gate is not None:
             return super().forward(h)  # type: ignore[misc]
         rows, keep = h.reshape(-1, h.shape[-1]), sub.keep.reshape(-1, sub.groups)
         if not _bare(self):
@@ -76,6 +79,10 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention signature: query [B,H,Tq,d], key and value [B,K,Tk,d] -> ([B,Tq,H,d], None)."""
     sub: SubLayer | None = getattr(module, "_width", None)
+    if sub is not None and sub.gate is not None and sub.weights is not None:
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        out, _ = sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return weigh(out.flatten(2), sub.weights, sub.groups).view(out.shape), None
     if sub is not None and sub.keep is not None and sub.threshold is not None and not dropout:
         if registry.attention_skips(sub.backend, query, key, kwargs):
             if attention_mask is None and query.shape[2] > 1:  # an empty static cache: only the first Tq are filled

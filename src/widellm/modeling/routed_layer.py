@@ -86,6 +86,10 @@ class RoutedLayer:
             return False
         if not {attention.backend, ffn.backend} <= {"auto", "cpu"} or kwargs.get("output_attentions"):
             return False
+        if attention.gate is not None or ffn.gate is not None:
+            return False
+        if not all(part is None or is_plain_linear(part) for part in modules.mlp._parts[:3]):  # adapters put in since
+            return False
         if attention.threshold is None and not regrouped and "cpu" not in (attention.backend, ffn.backend):
             return False
         if any(value is not None for name, value in kwargs.items() if name not in _UNDERSTOOD):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from widellm.families import LayerModules
 from widellm.kernels import masked, registry
 from widellm.kernels.reference import activate
+from widellm.modeling.decide import decide, decide_softly, weigh
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
 
@@ -23,12 +24,14 @@ class RoutedMLP:
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         sub = self._width
         if sub.threshold is None:
-            sub.keep = None
+            sub.keep = sub.weights = sub.residual = None
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        rows = x.reshape(-1, x.shape[-1])
-        keep = self.router(rows) > sub.threshold
-        sub.keep = keep.view(*x.shape[:-1], sub.groups)
         gate, up, down, act = self._parts
+        if sub.gate is not None:
+            h = _channels(x, gate, up, act)
+            return down(weigh(h, decide_softly(sub, self.router, x), sub.groups))
+        rows = x.reshape(-1, x.shape[-1])
+        keep = decide(sub, self.router, x)
         if not all(m is None or is_plain_linear(m) for m in (gate, up, down)):
             return _by_modules(x, gate, up, down, act, keep)
         y = registry.routed_ffn(
@@ -48,8 +51,12 @@ class RoutedMLP:
 
 def _by_modules(x: Tensor, gate: Any, up: Any, down: Any, act: str, keep: Tensor) -> Tensor:
     """Projections that are more than a weight (adapters, quantised): call them, then drop; nothing is skipped."""
-    h = activate(up(x), act) if gate is None else activate(gate(x), act) * up(x)
+    h = _channels(x, gate, up, act)
     return down(masked.drop(h.reshape(-1, h.shape[-1]), keep).view(h.shape))
+
+
+def _channels(x: Tensor, gate: Any, up: Any, act: str) -> Tensor:
+    return activate(up(x), act) if gate is None else activate(gate(x), act) * up(x)
 
 
 def is_plain_linear(module: nn.Module) -> bool:
