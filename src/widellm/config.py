@@ -12,6 +12,8 @@ from widellm.errors import CheckpointError, ConfigError
 
 FORMAT_VERSION = 1
 KINDS = ("attention", "ffn")
+ROUTER_INPUTS = ("normed", "residual")
+DECISIONS = ("sublayer", "layer")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,14 @@ class WidthConfig:
     router_rank: int = 32
     """Width of the router's inner map; capped at the number of groups, where more changes nothing."""
 
+    router_input: str = "normed"
+    """What routers read: "normed", the sub-layer's own input; or "residual", the stream before its norm, as the
+    published method does (their inner width is not capped then)."""
+
+    decision: str = "sublayer"
+    """Who decides: every "sublayer" by itself; or the "layer", where the FFN takes over its attention's decision (both
+    must be one group)."""
+
     base: dict[str, str] = field(default_factory=dict)
     """`name` the dense model was loaded from, and `fingerprint` of its weights as they are saved here."""
 
@@ -50,10 +60,12 @@ class WidthConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
-        known = isinstance(self.kinds, (list, tuple)) and set(self.kinds) <= set(KINDS)
-        if not known or not self.kinds:
+        if not isinstance(self.kinds, (list, tuple)) or not self.kinds or not set(self.kinds) <= set(KINDS):
             raise ConfigError(f"kinds must name one or both of {', '.join(KINDS)}, got {self.kinds!r}")
         object.__setattr__(self, "kinds", tuple(kind for kind in KINDS if kind in self.kinds))
+        for name, known in (("router_input", ROUTER_INPUTS), ("decision", DECISIONS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
 
     def replace(self, **changes: Any) -> WidthConfig:
         """A copy with some fields changed."""

@@ -8,16 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from widellm.cli.options import numbers
 from widellm.errors import WidellmError
-
-
-def _numbers(text: str | None, option: str, kind: Any) -> tuple[Any, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        raise WidellmError(f"{option} must be numbers separated by commas, got {text!r}") from None
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:
@@ -71,8 +63,8 @@ def bench(
     chosen = run.parts(only, model is not None)
     given: dict[str, Any] = {
         "shapes": _names(shapes),
-        "rows": _numbers(rows, "--rows", int),
-        "densities": _numbers(densities, "--densities", float),
+        "rows": numbers(rows, "--rows", int),
+        "densities": numbers(densities, "--densities", float),
     }
     ops = OpSettings(
         dtype=getattr(torch, dtype),

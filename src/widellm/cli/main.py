@@ -23,6 +23,7 @@ from widellm.cli.options import (
     write_json,
 )
 from widellm.cli.report import report
+from widellm.cli.train import compare, train
 from widellm.errors import WidellmError
 
 app = typer.Typer(
@@ -145,6 +146,8 @@ def generate(
     typer.echo(pipeline.generate(loaded, tokenizer, prompt, max_new_tokens, sample))
 
 
+app.command()(train)
+app.command()(compare)
 app.command()(bench)
 app.command()(report)
 

@@ -39,6 +39,16 @@ def set_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
+def numbers(text: str | None, option: str, kind: Any) -> tuple[Any, ...] | None:
+    """The numbers of an option like `0.5,0.25`, as `kind`; None where it was not given."""
+    if text is None:
+        return None
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise WidellmError(f"{option} must be numbers separated by commas, got {text!r}") from None
+
+
 def write_json(path: Path | None, data: Any) -> None:
     """Do what `--json` says."""
     if path is not None:

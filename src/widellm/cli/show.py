@@ -20,6 +20,7 @@ from rich.table import Table
 
 from widellm.pipeline import EvalResult, PruneResult, generate
 from widellm.progress import Progress as ProgressCall
+from widellm.training.run import TrainResult
 
 console = Console()
 
@@ -75,6 +76,24 @@ def prune_table(result: PruneResult) -> None:
         console.print(f"[yellow]warning:[/yellow] {warning}")
     if result.saved_to is not None:
         console.print(f"Saved to {result.saved_to}", markup=False)
+
+
+def train_table(result: TrainResult) -> None:
+    """What a training run did, and what to be wary of."""
+    table = Table(title=f"{result.recipe}, stage {result.stage}", title_justify="left", show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    if result.loss_before is not None and result.loss_after is not None:
+        table.add_row("loss on held-out text, before", f"{result.loss_before:.4f}")
+        table.add_row("loss on held-out text, best", f"{result.loss_after:.4f}")
+    table.add_row("tokens", str(result.tokens))
+    table.add_row("steps", str(result.steps))
+    table.add_row("tokens/s", f"{result.tokens_per_s:.0f}")
+    table.add_row("peak memory", f"{result.peak_memory_gb:.1f} GB")
+    console.print(table)
+    for warning in result.warnings:
+        console.print(f"[yellow]warning:[/yellow] {warning}")
+    console.print(f"Saved to {result.saved_to}; {result.saved_to}.run holds the checkpoints", markup=False)
 
 
 def eval_table(result: EvalResult) -> None:

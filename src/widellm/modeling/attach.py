@@ -16,6 +16,7 @@ from widellm.families import Family, LayerModules, Layout, locate
 from widellm.kernels import cpu
 from widellm.kernels.registry import check_backend
 from widellm.modeling import linears
+from widellm.modeling.decide import ResidualTap
 from widellm.modeling.routed_attention import ATTENTION_NAME, OwnFFN, RoutedIn, RoutedOut, register_attention
 from widellm.modeling.routed_layer import Binding, NativeHead, RoutedLayer
 from widellm.modeling.routed_mlp import RoutedMLP, is_plain_linear, parts_of
@@ -58,14 +59,17 @@ class Width:
     @contextmanager
     def watch(self, see: Callable[[int, Tensor], None]) -> Iterator[None]:
         """Inside the block, every forward calls see(place in `sublayers`, logits [B, T, G]), at budget 1.0 too."""
+        led: dict[int, Tensor] = {}
         with ExitStack() as hooks:
             for modules in self.layout.layers:
                 if is_routed(modules.layer, RoutedLayer):
                     modules.layer._native[-1].fused = None  # bind again, and see the hooks
             for place, sub in enumerate(self.sublayers):
 
-                def note(module: Any, args: Any, place: int = place) -> None:
-                    see(place, module.router(args[0]))
+                def note(module: Any, args: Any, place: int = place, sub: SubLayer = sub) -> None:
+                    if sub.follows is None:
+                        led[sub.layer_index] = module.router(args[0] if sub.residual is None else sub.residual)
+                    see(place, led[sub.layer_index])
 
                 hooks.callback(self.owner(sub).register_forward_pre_hook(note).remove)
             yield
@@ -111,10 +115,20 @@ def attach(
         )
     sizes = {"attention": config.head_group_size, "ffn": config.ffn_group_size}
     groups = {kind: layout.groups(kind, sizes[kind]) for kind in config.kinds}
+    if config.decision == "layer" and groups != {"attention": 1, "ffn": 1}:
+        raise ConfigError(
+            f"one decision for a whole layer needs one group in attention and FFN, got {groups}: "
+            f"use group sizes {layout.num_attention_heads} and {layout.intermediate_size}"
+        )
     channels = layout.intermediate_size if "ffn" in config.kinds else 0
     for index, modules in enumerate(layout.layers):
+        norms = ("attention_norm", "ffn_norm") if config.router_input == "residual" else ()
+        if norms and (None in (modules.attention_norm, modules.ffn_norm) or modules.attention_norm is modules.ffn_norm):
+            raise ConfigError(
+                f"{layout.model_type} has no norm of its own before each sub-layer: use router_input=normed"
+            )
         swapped = ("q_proj", "o_proj", "layer", *(("up_proj", "down_proj") if modules.mlp is None else ("mlp",)))
-        for name in swapped:
+        for name in (*swapped, *norms):
             check_swappable(getattr(modules, name), f"{name} of layer {index}")
     if permutations is None:
         permutations = torch.arange(channels).repeat(len(layout.layers), 1)
@@ -128,12 +142,13 @@ def attach(
                     )
 
     fused = layout.fused_heads()
-    sublayers = []
+    published = config.router_input == "residual" or config.decision == "layer"
+    sublayers: list[SubLayer] = []
     for index, modules in enumerate(layout.layers):
         if not in_order:
             _permute_channels(modules, permutations[index])
         regrouped = not _is_identity(permutations[index])
-        own = []
+        own: list[SubLayer] = []
         for kind in config.kinds:
             sub = SubLayer(kind, index, groups[kind], sizes[kind], group_cost(layout, kind, sizes[kind]))
             if kind == "attention":
@@ -141,16 +156,20 @@ def attach(
                 sub.skips_in = not layout.family.whole_q
                 if fused is not None:
                     sub.blocks = torch.tensor([sub.groups if h < 0 else h // sub.group_size for h in fused])
-            swaps = _behaviours(modules, kind)
+            elif config.decision == "layer":
+                sub.follows = own[0]
+            swaps = _behaviours(modules, kind, config)
             entrance, device = swaps[0][0], next(modules.exit(kind).parameters()).device
-            entrance.router = Router(layout.hidden_size, groups[kind], config.router_rank, device)
+            capped = config.router_input == "normed"
+            entrance.router = Router(layout.hidden_size, groups[kind], config.router_rank, device, capped)
             if kind == "ffn" and modules.mlp is not None:
                 modules.mlp._parts = parts_of(modules, layout.activation)
             for module, behaviour in swaps:
                 module._width = sub
                 routed(module, behaviour)
             own.append(sub)
-        if layout.family.plain_block and config.kinds == KINDS and cpu.availability()[0]:
+        native = layout.family.plain_block and not published  # the native layer knows neither
+        if native and config.kinds == KINDS and cpu.availability()[0]:
             modules.layer._native = (modules, layout, own[0], own[1], regrouped, Binding())
             routed(modules.layer, RoutedLayer)
         if regrouped:
@@ -180,7 +199,7 @@ def detach(model: Any) -> Any:
             del modules.layer._native
         for kind in width.config.kinds:
             del modules.entrance(kind).router
-            for module, behaviour in _behaviours(modules, kind):
+            for module, behaviour in _behaviours(modules, kind, width.config):
                 unrouted(module, behaviour)
                 del module._width
         if "attention" in width.config.kinds:
@@ -258,13 +277,15 @@ def check_permutations(permutations: Tensor, layers: int, channels: int) -> Tens
     return permutations
 
 
-def _behaviours(modules: LayerModules, kind: str) -> list[tuple[Any, type]]:
+def _behaviours(modules: LayerModules, kind: str, config: WidthConfig) -> list[tuple[Any, type]]:
     """(module, behaviour put before its class) of one sub-layer; the first holds its router."""
+    norm = modules.attention_norm if kind == "attention" else modules.ffn_norm
+    tap = [(norm, ResidualTap)] if config.router_input == "residual" else []
     if kind == "attention":
-        return [(modules.q_proj, RoutedIn), (modules.o_proj, RoutedOut)]
+        return [(modules.q_proj, RoutedIn), (modules.o_proj, RoutedOut), *tap]
     if modules.mlp is not None:
-        return [(modules.mlp, RoutedMLP)]
-    return [(modules.up_proj, RoutedIn), (modules.down_proj, RoutedOut), (modules.layer, OwnFFN)]
+        return [(modules.mlp, RoutedMLP), *tap]
+    return [(modules.up_proj, RoutedIn), (modules.down_proj, RoutedOut), (modules.layer, OwnFFN), *tap]
 
 
 def _store_for_kernels(modules: LayerModules, routed: bool) -> None:

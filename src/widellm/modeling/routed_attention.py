@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from widellm.kernels import masked, registry
+from widellm.modeling.decide import decide, decide_softly, weigh
 from widellm.modeling.linears import is_bare_linear, matrix
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
@@ -35,12 +36,13 @@ class RoutedIn:
     def forward(self, x: Tensor) -> Tensor:
         sub = self._width
         if sub.threshold is None:
-            sub.keep = None
+            sub.keep = sub.weights = sub.residual = None
+            return super().forward(x)  # type: ignore[misc]
+        if sub.gate is not None:
+            decide_softly(sub, self.router, x)  # the attention's output is weighed, before whatever wraps o
             return super().forward(x)  # type: ignore[misc]
         rows = x.reshape(-1, x.shape[-1])
-        lead = sub.lead or x.shape[:-1]
-        keep = registry.decide(self.router, rows, lead, sub)
-        sub.keep = keep.view(*lead, sub.groups)
+        keep = decide(sub, self.router, x)
         if not sub.skips_in:
             return super().forward(x)  # type: ignore[misc]
         if sub.blocks is not None:
@@ -61,6 +63,10 @@ class RoutedOut:
     def forward(self, h: Tensor) -> Tensor:
         sub = self._width
         rows = h.reshape(-1, h.shape[-1])
+        if sub.gate is not None and sub.weights is not None:
+            # heads were weighed in the attention function; an FFN without a module has only this place
+            own = sub.kind == "ffn"
+            return super().forward(weigh(h, sub.weights.view(*h.shape[:-1], -1), sub.groups) if own else h)  # type: ignore[misc]
         if sub.threshold is None or sub.keep is None:
             bare = is_bare_linear(self)  # type: ignore[arg-type]
             if not bare or not registry.native_when_dense("routed_out", rows, matrix(self), h.shape[-1], sub):
@@ -96,6 +102,10 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention signature: query [B,H,Tq,d], key and value [B,K,Tk,d] -> ([B,Tq,H,d], None)."""
     sub: SubLayer | None = getattr(module, "_width", None)
+    if sub is not None and sub.gate is not None and sub.weights is not None:
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        out, _ = sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return weigh(out.flatten(2), sub.weights, sub.groups).view(out.shape), None
     if sub is not None and sub.keep is not None and sub.threshold is not None and not dropout:
         if registry.attention_skips(sub.backend, query, key, kwargs):
             if attention_mask is None and query.shape[2] > 1:  # an empty static cache: only the first Tq are filled

@@ -113,6 +113,10 @@ class RoutedLayer:
         for name, value in kwargs.items():
             if value is not None and (name not in _UNDERSTOOD or (name == "output_attentions" and value)):
                 return False
+        if attention.gate is not None or ffn.gate is not None:
+            return False
+        if not all(part is None or is_plain_linear(part) for part in modules.mlp._parts[:3]):  # adapters put in since
+            return False
         if binding.stale():
             if hidden.dtype not in cpu.NATIVE_TYPES or obstacle(modules) is not None:
                 return False

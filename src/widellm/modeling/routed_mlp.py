@@ -10,6 +10,7 @@ from torch import Tensor
 from widellm.families import LayerModules
 from widellm.kernels import masked, registry
 from widellm.kernels.reference import activate
+from widellm.modeling.decide import decide, decide_softly, weigh
 from widellm.modeling.linears import is_plain_linear, matrix
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
@@ -33,14 +34,15 @@ class RoutedMLP:
         plain = all(m is None or is_plain_linear(m) for m in (gate, up, down))
         rows = x.reshape(-1, x.shape[-1])
         if sub.threshold is None:
-            sub.keep = None
+            sub.keep = sub.weights = sub.residual = None
             width = sub.groups * sub.group_size
             if not plain or not registry.native_when_dense("routed_ffn", rows, matrix(down), width, sub):
                 return super().forward(x, *args, **kwargs)  # type: ignore[misc]
             keep = torch.ones(rows.shape[0], sub.groups, dtype=torch.bool)
+        elif sub.gate is not None:
+            return down(weigh(channels(x, self._parts), decide_softly(sub, self.router, x), sub.groups))
         else:
-            keep = registry.decide(self.router, rows, x.shape[:-1], sub)
-            sub.keep = keep.view(*x.shape[:-1], sub.groups)
+            keep = decide(sub, self.router, x)
         if not plain:
             # more than a weight (an adapter, quantised): call it, then drop; nothing is skipped
             h = channels(x, self._parts)

@@ -25,13 +25,17 @@ def agreed(logits: Tensor, threshold: float) -> Tensor:
 class Router(nn.Module):
     """logits = up @ (down @ x) + bias, in float32 whatever the model's dtype.
 
-    x is the very tensor that the sub-layer receives (after the norm), `[..., D]`; logits are float32 `[..., G]`.
+    x is the very tensor that the sub-layer receives (after the norm), `[..., D]`, or the residual before the norm where
+    the configuration says so; logits are float32 `[..., G]`. capped: no wider inside than there are groups.
     A group is kept where its logit exceeds the sub-layer's threshold. Parameters: down [r, D], up [G, r], bias [G].
     """
 
-    def __init__(self, hidden_size: int, groups: int, rank: int, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, hidden_size: int, groups: int, rank: int, device: torch.device | str | None = None, capped: bool = True
+    ) -> None:
         super().__init__()
-        rank = min(rank, groups)  # a wider inner map has no more functions to offer
+        if capped:
+            rank = min(rank, groups)  # a wider inner map has no more functions to offer
         self.down = nn.Parameter(torch.zeros(rank, hidden_size, dtype=torch.float32, device=device))
         self.up = nn.Parameter(torch.zeros(groups, rank, dtype=torch.float32, device=device))
         self.bias = nn.Parameter(torch.zeros(groups, dtype=torch.float32, device=device))

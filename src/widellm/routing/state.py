@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from widellm.routing.router import agreed
+
+
+class Gate(Protocol):
+    """How a decision is made while training: differentiable, everything computed, groups weighted by 1 or 0."""
+
+    def __call__(self, sub: SubLayer, logits: Tensor) -> Tensor:
+        """Logits float32 `[B, T, G]` -> weights of the same shape, 1 = computed, with a gradient to the logits."""
 
 
 @dataclass
@@ -36,6 +44,19 @@ class SubLayer:
     """Whether the sequences of a batch agree on one set of groups per decoded token."""
     keep: Tensor | None = None
     """bool [B, T, G] of the last forward, True = computed; None after a dense one."""
+    gate: Gate | None = None
+    """Set while the model is trained: decides in the place of the plain threshold, and no kernel skips anything."""
+    weights: Tensor | None = None
+    """float32 [B, T, G] that `gate` gave in the last routed forward, with its graph; None without a gate."""
+    residual: Tensor | None = None
+    """[B, T, D] before the norm, from the norm to the router of one forward, where routers read that."""
+    follows: SubLayer | None = None
+    """The sub-layer whose decision this one takes over; its own router is not used then."""
+
+    def router_input(self, x: Tensor) -> Tensor:
+        """What the router reads: the residual where the model's norms hand it over (it is let go here), else x."""
+        residual, self.residual = self.residual, None
+        return x if residual is None else residual
 
 
 def decide(logits: Tensor, lead: Sequence[int], sub: SubLayer) -> Tensor:
