@@ -148,20 +148,8 @@ def test_an_activation_without_kernels_is_named() -> None:
 
 @pytest.mark.requirement("R24")
 def test_experts_in_a_dense_familys_place_are_named() -> None:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_experts=4,
-        moe_intermediate_size=8,
-        vocab_size=32,
-    )
-    with pytest.raises(
-        UnsupportedModelError, match="'qwen3_moe' is not supported .it lacks .*0.mlp.gate_proj.*mixtral"
-    ):
-        locate(Qwen3MoeForCausalLM(config))
+    with pytest.raises(UnsupportedModelError, match="'olmoe' is not supported .it lacks .*0.mlp.gate_proj.*mixtral"):
+        locate(tiny_model("olmoe", num_experts=4))
 
 
 def test_masks_of_flattened_sub_layers_have_a_batch() -> None:

@@ -65,6 +65,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "gpt2": {"tie_word_embeddings": True, "n_inner": 48, "num_key_value_heads": None},
     "gpt_neox": {"rotary_pct": 0.5, "num_key_value_heads": None},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 12},
 }
 
 CONTRACT: dict[str, tuple[str, dict[str, Any]]] = {

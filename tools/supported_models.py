@@ -50,6 +50,7 @@ TITLES = {
     "gpt2": "GPT-2",
     "gpt2-scaled": "scores scaled by layer",
     "mixtral": "Mixtral (the experts' FFN is left as it is)",
+    "qwen3_moe": "Qwen3 MoE (likewise)",
 }
 """What users know each model of tiny.CONTRACT by."""
 

@@ -1,6 +1,6 @@
 """Where each model family keeps its modules: data, and the one function that reads it.
 
-To add a family, add a line to FAMILIES; docs/families.md walks through it.
+To add a family, add an entry to FAMILIES; docs/families.md walks through it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Family:
 
 
 # Not plain: norms after the sub-layers (Gemma, OLMo 2), factors on the residual (Granite), parallel sub-layers or
-# LayerNorm (Falcon, GPT-NeoX, OPT, GPT-2), experts (Mixtral).
+# LayerNorm (Falcon, GPT-NeoX, OPT, GPT-2), experts (Mixtral, Qwen3 MoE).
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "mistral": Family(),
@@ -137,6 +137,7 @@ FAMILIES: dict[str, Family] = {
         plain_block=False,
     ),
     "mixtral": Family(kinds=("attention",), plain_block=False),
+    "qwen3_moe": Family(kinds=("attention",), q_norm="q_norm", k_norm="k_norm", plain_block=False),
 }
 
 # transformers' activation names -> ours (kernels know these four)
