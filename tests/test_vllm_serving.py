@@ -221,7 +221,7 @@ def test_the_openai_server(server: tuple[str, Path]) -> None:
     address, folder = server
 
     def ask(prompt: list[int], **more: Any) -> dict[str, Any]:
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **more}
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "min_tokens": TOKENS, "temperature": 0, **more}
         body["return_token_ids"] = True
         request = urllib.request.Request(
             f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

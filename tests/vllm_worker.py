@@ -22,7 +22,10 @@ def main() -> None:
         budgets = call.get("budgets") or [None] * len(call["prompts"])
         params = [
             SamplingParams(
-                temperature=0, max_tokens=call["tokens"], ignore_eos=True, extra_args=b and {"widellm_budget": b}
+                temperature=0,
+                max_tokens=call["tokens"],
+                min_tokens=call["tokens"],
+                extra_args=b and {"widellm_budget": b},
             )
             for b in budgets
         ]

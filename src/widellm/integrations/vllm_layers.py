@@ -2,7 +2,8 @@
 
 Four linears of a decoder layer change their method, two of a kind share a slot:
 
-    qkv_proj      router(x) -> keep; q of dropped head groups is zero and not computed, k and v are whole
+    qkv_proj      router(x) -> keep; q of dropped head groups is zero and not computed, k and v are whole (q too where
+                  the family norms it across heads: then a kept head needs all others)
     o_proj        reads the kept head groups only
     gate_up_proj  router(x) -> keep; gate and up of dropped channel groups are zero and not computed
     down_proj     reads the kept channel groups only
@@ -21,6 +22,7 @@ from torch.nn.functional import linear
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
 
 from widellm.errors import CheckpointError
+from widellm.families import FAMILIES
 from widellm.integrations.vllm import widen
 from widellm.kernels import registry
 
@@ -59,10 +61,12 @@ class _Routed(PlainLinear):
         threshold = config.plan.thresholds(config.plan.budget)[slot.kind, slot.layer_index]
         self.threshold = float("-inf") if threshold is None else threshold
         self.dense = threshold is None and config.requests is None  # budget 1.0: vLLM's own path, packed weights
+        self.whole = self.dense
+        """Whether all outputs are computed, by vLLM's own path."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Weights of routed layers stay as they are: vLLM's CPU packing has no rows or columns to skip."""
-        if self.dense:
+        if self.whole:
             super().process_weights_after_loading(layer)
         else:
             self.config.check_complete()
@@ -71,6 +75,11 @@ class _Routed(PlainLinear):
 @register_weight_loader_v2_supported_method
 class RoutedIn(_Routed):
     """A projection into the groups: decides what is kept, and computes that."""
+
+    def __init__(self, config: WidellmConfig, slot: Slot) -> None:
+        super().__init__(config, slot)
+        family = FAMILIES.get(config.plan.config.model_type)
+        self.whole |= slot.kind == "attention" and family is not None and family.whole_q
 
     def create_weights(
         self,
@@ -119,6 +128,8 @@ class RoutedIn(_Routed):
         logits = linear(linear(rows.float(), layer.router_down), layer.router_up, layer.router_bias)
         keep = logits > self._threshold(layer, rows.shape[0])
         self.slot.keep = keep
+        if self.whole:
+            return super().apply(layer, x, bias)
         outputs = layer.weight.shape[0]
         wide = keep.repeat(1, self.parts) if self.slot.kind == "ffn" else widen(keep, self.group_width, outputs)
         if wide is not None:
