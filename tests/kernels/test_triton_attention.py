@@ -199,7 +199,7 @@ def test_bad_arguments_are_named() -> None:
         routed_attention(*on(q, k, k, keep), table=torch.zeros(1, 2, dtype=torch.int32).to(DEVICE))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     batch=st.integers(1, 2),
     tq=st.integers(1, 30),
