@@ -75,7 +75,7 @@ def make(m: int, d: int, f: int, g: int, dtype: torch.dtype, input_major: bool, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 def test_ffn(rows: int, dtype: torch.dtype) -> None:
-    for i in (rows % 5, (rows + 2) % 5):
+    for i in {(rows + 2 * (dtype != torch.float32)) % 5, (rows + 1) % 5 if rows < 33 else rows % 5}:
         d, f, g = SHAPES[i]
         t = make(rows, d, f, g, dtype, input_major=(rows + i) % 2 == 0)
         gate, biases = (None if i == 3 else t["gate"]), ([None] * 3 if i == 2 else t["biases"])
