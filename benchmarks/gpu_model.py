@@ -86,8 +86,9 @@ class Decoder:
         through = routed and self._skips("routed_in", t, n // self.kv)
         if routed:
             keep = ops.routed_keep(x, *layer["attention"], 0.0)
+            plan = ops.shared_plan(keep[None], layer["qkv"][:n])
         if through:
-            q, kv = ops.routed_in(x, layer["qkv"][:n], keep), linear(x, layer["qkv"][n:])
+            q, kv = ops.routed_in(x, layer["qkv"][:n], keep, plan=plan), linear(x, layer["qkv"][n:])
         else:
             q, kv = linear(x, layer["qkv"]).split((n, 2 * k), 1)
         key, value = kv.view(t, 2, self.kv, self.dim).unbind(1)
@@ -96,7 +97,7 @@ class Decoder:
         v_cache[0, at : at + t] = value
         k_seen, v_seen = k_cache[:, : at + t], v_cache[:, : at + t]
         if routed:
-            h = ops.routed_attention(q[None], k_seen, v_seen, keep[None]).view(t, n)
+            h = ops.routed_attention(q[None], k_seen, v_seen, keep[None], plan=plan).view(t, n)
             # what is dropped is 0 in h, so the dense product is the same function
             return (
                 ops.routed_out(h, layer["o"], keep)

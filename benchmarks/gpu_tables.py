@@ -59,7 +59,7 @@ def _activation(machine: Machine) -> Callable[[Tensor], Tensor]:
 
 def projections(machine: Machine, size: int, left: Callable[[], float]) -> Iterator[dict[str, Any]]:
     """FFN, gate alone (into the groups) and down alone (out of the groups), for groups of `size` channels."""
-    rows: Sequence[int] = (1, 66) if machine.dry else ROWS
+    rows: Sequence[int] = ((1, 66) if size == 32 else (3,)) if machine.dry else ROWS
     d, f = (32, 64) if machine.dry else (D, F)
     both = machine.noise(2 * f, d, scale=d**-0.5)
     gate, up = both[:f], both[f:]

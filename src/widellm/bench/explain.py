@@ -61,19 +61,26 @@ def explain(model: Any, budget: float = 0.5) -> dict[str, Any]:
     layers = []
     for index in range(len(width.layout.layers)):
         backend, dtype = width.sublayers[0].backend, width.layout.layers[index].o_proj.weight.dtype
-        native = cpu.availability()[0] and dtype in cpu.NATIVE_TYPES and _on_cpu(width, index)
+        kind = _device(width, index)
+        native = cpu.availability()[0] and dtype in cpu.NATIVE_TYPES and kind == "cpu"
         ops: dict[str, dict[str, list[str]]] = {}
         for shape in _ops(model, index):
             ops[shape.op] = {}
             for rows in ROWS:
                 if backend != "auto":
                     decided = (backend, "asked for by name")
+                elif kind == "cuda":
+                    decided = dispatch.choose_on_gpu(shape.op, rows, shape.width // shape.groups)
                 else:
                     decided = dispatch.decide(
                         shape.op, shape.read, shape.width, shape.groups, dtype, rows, budget, native
                     )
                 ops[shape.op][str(rows)] = list(decided)
         attention = ["cpu", "rule: skips dropped heads"] if native else ["masked", "no native kernels for this layer"]
+        if kind == "cuda":
+            name, why_not = dispatch.choose_on_gpu("routed_attention", 1, 1)
+            keys = f"rule, not measured: over {dispatch.TRITON_MIN_KEYS} keys or more, else dense"
+            attention = [name, keys if name == "triton" else why_not]
         if model.config._attn_implementation != ATTENTION_NAME:
             attention = ["masked", f"attention is transformers' {model.config._attn_implementation}: all heads run"]
         ops["routed_attention"] = {str(rows): attention for rows in ROWS}
@@ -81,8 +88,8 @@ def explain(model: Any, budget: float = 0.5) -> dict[str, Any]:
     return {"budget": budget, "table": f"{path}" if not why else f"none ({why}): rules decide", "layers": layers}
 
 
-def _on_cpu(width: Width, index: int) -> bool:
-    return bool(width.layout.layers[index].o_proj.weight.device.type == "cpu")
+def _device(width: Width, index: int) -> str:
+    return str(width.layout.layers[index].o_proj.weight.device.type)
 
 
 def decode_form(width: Width, index: int) -> tuple[str, str]:

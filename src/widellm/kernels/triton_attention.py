@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from widellm.kernels.triton_launch import VARYING, ceil_div, device_of, launch, power_of_two
-from widellm.kernels.triton_plan import plan_rows
-from widellm.kernels.triton_tuning import FEW, check, choose
+from widellm.kernels.triton_plan import RowPlan, plan_rows
+from widellm.kernels.triton_tuning import FEW, Config, check, choose
 
 LOG2E = 1.4426950408889634
 
@@ -281,12 +281,15 @@ def routed_attention(
     lengths: Tensor | None = None,
     sequences: Tensor | None = None,
     table: Tensor | None = None,
+    plan: RowPlan | None = None,
+    config: Config | None = None,
 ) -> Tensor:
     """Softmax attention of each kept (row, head group), 0 elsewhere: [B, Tq, H, d] like q.
 
     q [B, Tq, H, d], keep bool [B, Tq, G]. k and v [B, Tk, K, d], last dimension contiguous; or, with `table` int32
     [B, pages], the pages [P, page size, K, d] of a paged cache, and then `lengths` is needed. mask: bool or additive,
-    broadcastable to [B, 1, Tq, Tk]. causal None: causal exactly when no mask is given. The rest: see `bounds`.
+    broadcastable to [B, 1, Tq, Tk]. causal None: causal exactly when no mask is given. plan: of
+    `triton_ops.shared_plan`, made here if None. config: block sizes instead of the choice. The rest: see `bounds`.
 
     Raises ValueError on shapes and dtypes that do not fit, BackendError where there is no compiler for the device.
     """
@@ -325,15 +328,15 @@ def routed_attention(
     device, pairs = device_of(q), tq * (heads // kv_heads)
     if pairs > FEW:
         kind = "attention" if mask is None and table is None else "irregular"
-        config = check(choose(kind, device, tq, dim, dim, q.element_size()), kind, dim)
-        plan = plan_rows(keep, config.bm)
+        config = check(config or choose(kind, device, tq, dim, dim, q.element_size()), kind, dim)
+        plan = plan or plan_rows(keep, config.bm)
         grid = (ceil_div(tq, config.bm), heads, batch)
         launch(
             attention_many, grid, config.warps, config.stages, **arguments, out=out.zero_(), rows=plan.rows,
             counts=plan.counts, BM=config.bm, BN=config.bn,
         )  # fmt: skip
         return out
-    config = check(choose("decode", device, pairs, dim, dim, q.element_size()), "decode", dim)
+    config = check(config or choose("decode", device, pairs, dim, dim, q.element_size()), "decode", dim)
     wanted = ceil_div(2 * device.programs, batch * kv_heads)
     chunk = ceil_div(ceil_div(tk, max(1, min(wanted, 64))), config.bn) * config.bn
     splits = ceil_div(tk, chunk)

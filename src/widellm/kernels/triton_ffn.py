@@ -84,21 +84,23 @@ def project(
 
 @triton.jit(do_not_specialize=VARYING)
 def into_many(
-    x, gate, up, gate_bias, up_bias, out, rows, counts, work, total, m, k, stride_x, stride_up_n, stride_up_k,
+    x, gate, up, gate_bias, up_bias, out, rows, counts, work, total, m, k, groups, stride_x, stride_up_n, stride_up_k,
     stride_gate_n, stride_gate_k, stride_out, SIZE: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """out[r, group g] for every row r that keeps g; nothing else of out [M, N] is written.
+    """out[r, group g] for every row r that keeps g; nothing else of out [B * m, N] is written.
 
+    m: rows of a sequence; the plan has a list for each group of each sequence.
     Persistent: as many programs as fit the device take turns at the plan's list of tiles, so empty ones cost nothing.
     """
     SPLITS: tl.constexpr = (SIZE + BN - 1) // BN  # tiles of one group's channels
     for item in range(tl.program_id(0), tl.load(total) * SPLITS, tl.num_programs(0)):
         entry = tl.load(work + item // SPLITS)
-        group = entry >> 16
+        own = entry >> 16  # sequence * groups + group
+        group = own % groups
         place = (entry & 0xFFFF) * BM + tl.arange(0, BM)
-        row_ok = place < tl.load(counts + group)
-        row = tl.load(rows + group.to(tl.int64) * m + place, mask=row_ok, other=0)
+        row_ok = place < tl.load(counts + own)
+        row = own // groups * m + tl.load(rows + own.to(tl.int64) * m + place, mask=row_ok, other=0)
         inside = (item % SPLITS) * BN + tl.arange(0, BN)
         col, col_ok = group * SIZE + inside, inside < SIZE
         y = project(

@@ -14,11 +14,11 @@ from widellm.kernels import masked
 from widellm.kernels.triton_attention import routed_attention
 from widellm.kernels.triton_ffn import into_few, into_many, out_of_groups
 from widellm.kernels.triton_launch import ceil_div, device_of, launch, power_of_two
-from widellm.kernels.triton_plan import plan_groups, plan_rows
+from widellm.kernels.triton_plan import RowPlan, plan_groups, plan_rows
 from widellm.kernels.triton_router import routed_keep
 from widellm.kernels.triton_tuning import DENSE, FEW, Config, check, choose
 
-__all__ = ["routed_attention", "routed_ffn", "routed_in", "routed_keep", "routed_out"]
+__all__ = ["routed_attention", "routed_ffn", "routed_in", "routed_keep", "routed_out", "shared_plan"]
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -84,13 +84,25 @@ def routed_ffn(
     return linear(h, w_down, b_down) if config == DENSE else project_out(h, w_down, keep, b_down, config)
 
 
-def routed_in(x: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `reference.routed_in`. Errors: as `routed_ffn`."""
+def shared_plan(keep: Tensor, w: Tensor) -> RowPlan | None:
+    """The plan of keep bool [B, T, G] for both q's projection (weight w [N, D]) and the attention of these rows.
+
+    Pass it to `routed_in` and `routed_attention`; None for so few rows that none is needed.
+    """
+    rows = keep.shape[0] * keep.shape[1]
+    if rows <= FEW:
+        return None
+    config = choose("in", device_of(w), rows, w.shape[0] // keep.shape[2], w.shape[1], w.element_size())
+    return plan_rows(keep, config.bm)
+
+
+def routed_in(x: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None = None, *, plan: RowPlan | None = None) -> Tensor:
+    """See `reference.routed_in`. plan: of `shared_plan`, made here if None. Errors: as `routed_ffn`."""
     m, (outputs, inputs) = x.shape[0], w.shape
     _want("routed_in", x, x=(x, (m, inputs)), w=(w, (outputs, inputs)), bias=(bias, (outputs,)))
     _group_size("routed_in", keep, m, outputs)
     out = (torch.empty if m <= FEW else torch.zeros)(m, outputs, dtype=x.dtype, device=x.device)
-    project_in(x, None, w, _rows(keep), "none", None, bias, out, zero=True)
+    project_in(x, None, w, _rows(keep), "none", None, bias, out, zero=True, plan=plan)
     return out
 
 
@@ -104,7 +116,7 @@ def routed_out(h: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None = None) -
 
 def project_in(
     x: Tensor, gate: Tensor | None, up: Tensor, keep: Tensor, act: str, b_gate: Tensor | None, b_up: Tensor | None,
-    out: Tensor, zero: bool, config: Config | None = None,
+    out: Tensor, zero: bool, config: Config | None = None, plan: RowPlan | None = None,
 ) -> None:  # fmt: skip
     """Write act(x gate^T + b_gate) * (x up^T + b_up) of the kept (row, group) pairs into out [M, N].
 
@@ -131,8 +143,9 @@ def project_in(
         arguments |= {"keep": mask, "stride_keep": keep.stride(0), "ZERO": zero}
         launch(into_few, (groups * splits,), warps, stages, **arguments)
         return
-    plan = plan_rows(keep, bm)
+    plan = plan or plan_rows(keep, bm)
     arguments |= {"rows": plan.rows, "counts": plan.counts, "work": plan.work, "total": plan.total}
+    arguments |= {"BM": plan.tile, "m": plan.rows.shape[1], "groups": groups}
     programs = min(device_of(x).programs * waves, plan.work.numel() * splits)
     launch(into_many, (programs,), warps, stages, **arguments)
 

@@ -138,7 +138,8 @@ def choose(kind: str, device: Device, rows: int, size: int, inputs: int, itemsiz
 def fit(config: Config, kind: str, size: int, inputs: int, itemsize: int) -> Config:
     """`config` with tiles no wider than the group and the inputs, and for float32 half as deep."""
     if kind in _ATTENTION:
-        return config._replace(bn=max(16, config.bn * 2 // itemsize)) if itemsize > 2 else config
+        small = config._replace(bm=min(config.bm, 64), bn=max(16, config.bn * 2 // itemsize))
+        return small if itemsize > 2 else config
     deep = max(16, min(config.bk * 2 // itemsize, power_of_two(inputs)))
     if kind == "out":
         return config._replace(bk=max(16, _inside(deep, size)))
