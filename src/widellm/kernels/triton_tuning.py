@@ -64,6 +64,8 @@ _BASE: dict[str, dict[int, Config]] = {
 # without gathers is what the vendor's library does best.
 _LARGE: dict[str, dict[int, Config]] = {
     **_BASE,
+    "ffn_in": {**_FEW, 512: _BASE["ffn_in"][512], _ANY: Config(128, 128, 64, 8, 3)},
+    "in": {**_FEW, 512: _BASE["in"][512], _ANY: Config(128, 256, 64, 8, 3)},
     "out": {**_FEW_OUT, 512: _BASE["out"][512], _ANY: DENSE},
     "attention": {512: Config(64, 64, 0, 4, 2), _ANY: Config(128, 64, 0, 8, 2)},
 }
