@@ -196,17 +196,15 @@ def test_nan_in_the_weights_is_named(run: Run, tiny_checkpoint: Build, tmp_path:
 
 
 def test_an_unknown_family_is_named(run: Run, tiny_checkpoint: Build, tmp_path: Path) -> None:
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+    from transformers import BloomConfig, BloomForCausalLM
 
     from tiny import tiny_tokenizer
 
-    config = GPTNeoXConfig(
-        vocab_size=272, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64
-    )
-    GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "neox")
-    tiny_tokenizer().save_pretrained(tmp_path / "neox")
-    code, _, err = run("prune", tmp_path / "neox", "--out", tmp_path / "o", *PRUNE)
-    assert code == 2 and "'gpt_neox' is not supported" in err and "model.layers" in err
+    config = BloomConfig(vocab_size=272, hidden_size=32, n_layer=1, n_head=4)
+    BloomForCausalLM(config).save_pretrained(tmp_path / "bloom")
+    tiny_tokenizer().save_pretrained(tmp_path / "bloom")
+    code, _, err = run("prune", tmp_path / "bloom", "--out", tmp_path / "o", *PRUNE)
+    assert code == 2 and "'bloom' is not supported" in err and "model.layers" in err
 
 
 def test_a_budget_of_a_dense_model_is_refused(run: Run, tiny_checkpoint: Build) -> None:
