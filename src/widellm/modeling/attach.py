@@ -18,6 +18,7 @@ from widellm.kernels.registry import check_backend
 from widellm.modeling.routed_attention import ATTENTION_NAME, RoutedOutput, RoutedQuery, register_attention
 from widellm.modeling.routed_layer import Binding, NativeHead, RoutedLayer
 from widellm.modeling.routed_mlp import RoutedMLP, is_plain_linear, parts_of
+from widellm.modeling.routed_model import RoutedModel
 from widellm.modeling.swap import check_swappable, dense_class, is_routed, routed, unrouted
 from widellm.routing.budget import Dial, WorkCounter, group_cost, routable_share
 from widellm.routing.router import Router
@@ -152,7 +153,21 @@ def attach(
         model.set_attn_implementation(ATTENTION_NAME)
     width = Width(config, layout, tuple(sublayers), permutations, dense_attention)
     model._widellm = width
+    routed(model, RoutedModel)
     return width
+
+
+def settle(model: Any, permute: bool) -> None:
+    """Do what `attach` had to leave out while the weights were on the meta device, now that they are loaded.
+
+    permute: the weights are still in the base model's channel order.
+    """
+    width = width_of(model)
+    for modules, permutation in zip(width.layout.layers, width.permutations, strict=True):
+        if permute:
+            _permute_channels(modules.gate_proj, modules.up_proj, modules.down_proj, permutation)
+        if not _is_identity(permutation):
+            _store_input_major(modules, True)
 
 
 def detach(model: Any) -> Any:
@@ -178,6 +193,7 @@ def detach(model: Any) -> Any:
         unrouted(head, NativeHead)
         del head._width
     model.set_attn_implementation(width.dense_attention)
+    unrouted(model, RoutedModel)
     del model._widellm
     return model
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from widellm.families import LayerModules
 from widellm.kernels import masked, registry
 from widellm.kernels.reference import activate
+from widellm.modeling.swap import live
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
 
@@ -28,7 +29,8 @@ class RoutedMLP:
         rows = x.reshape(-1, x.shape[-1])
         keep = self.router(rows) > sub.threshold
         sub.keep = keep.view(*x.shape[:-1], sub.groups)
-        gate, up, down, act = self._parts
+        gate, up, down = (live(self, part) for part in self._parts[:3])  # type: ignore[arg-type]
+        act = self._parts[3]
         if not all(m is None or is_plain_linear(m) for m in (gate, up, down)):
             return _by_modules(x, gate, up, down, act, keep)
         y = registry.routed_ffn(
@@ -54,7 +56,8 @@ def _by_modules(x: Tensor, gate: Any, up: Any, down: Any, act: str, keep: Tensor
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module is a bare nn.Linear, whose weight a kernel may read instead of calling the module."""
-    return type(module) is nn.Linear and not module._forward_pre_hooks and not module._forward_hooks
+    hooked = module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)  # accelerate's offloading
+    return type(module) is nn.Linear and not hooked
 
 
 def parts_of(modules: LayerModules, activation: str) -> tuple[Any, Any, Any, str]:
