@@ -176,6 +176,9 @@ def test_save_pretrained(base: Path, ids: torch.Tensor, expected: torch.Tensor, 
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert not any(".router." in key for key in load_file(tmp_path / "saved" / "model.safetensors"))
     assert torch.equal(logits_of(model, ids), expected) and not hasattr(model.config, "quantization_config")
+    model.save_pretrained(tmp_path / "trainer", state_dict=model.state_dict())  # as transformers' Trainer calls it
+    for name in ("model.safetensors", "width.safetensors"):
+        assert (tmp_path / "trainer" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(logits_of(again, ids), expected)
     widellm.detach(again)
@@ -363,6 +366,10 @@ def test_peft_adapters_on_top(target: Any, forms: dict[str, Path], ids: torch.Te
     lora.save_pretrained(tmp_path / "lora")
     again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(forms["full"]), tmp_path / "lora")
     torch.testing.assert_close(logits_of(again, ids), tuned, atol=1e-6, rtol=1e-6)
+    with pytest.raises(ConfigError, match="merge_and_unload"):
+        save(again, tmp_path / "unmerged")
+    with pytest.raises(ConfigError, match="merge_and_unload"):
+        save(again.base_model.model, tmp_path / "unmerged")
     merged = again.merge_and_unload()
     assert is_attached(merged)
     torch.testing.assert_close(logits_of(merged, ids), tuned, atol=1e-4, rtol=1e-4)

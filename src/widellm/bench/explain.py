@@ -10,7 +10,7 @@ from widellm.kernels import cpu, dispatch
 from widellm.kernels.cost_table import OpShape
 from widellm.modeling.attach import Width, width_of
 from widellm.modeling.routed_layer import RoutedLayer, bind, obstacle
-from widellm.modeling.swap import is_routed
+from widellm.modeling.swap import is_routed, special_weight
 
 ROWS = (1, 8, 512)
 
@@ -47,19 +47,23 @@ def explain(model: Any, budget: float = 0.5) -> dict[str, Any]:
     layers = []
     for index in range(len(width.layout.layers)):
         sub, dtype = width.sublayers[2 * index], width.layout.layers[index].down_proj.weight.dtype
-        native = cpu.availability()[0] and dtype in cpu.NATIVE_TYPES and _on_cpu(width, index)
+        special = special_weight(width.layout.layers[index].down_proj)
+        on_cpu = cpu.availability()[0] and dtype in cpu.NATIVE_TYPES and _on_cpu(width, index)
+        native = on_cpu and special is None
         ops: dict[str, dict[str, list[str]]] = {}
         for shape in _ops(model, index):
             ops[shape.op] = {}
             for rows in ROWS:
-                if sub.backend != "auto":
+                if special is not None:
+                    decided = ("whole", f"the weight is an {special}: its own library multiplies all, then we drop")
+                elif sub.backend != "auto":
                     decided = (sub.backend, "asked for by name")
                 else:
                     decided = dispatch.decide(
                         shape.op, shape.read, shape.width, shape.groups, dtype, rows, budget, native
                     )
                 ops[shape.op][str(rows)] = list(decided)
-        attention = ["cpu", "rule: skips dropped heads"] if native else ["masked", "no native kernels for this layer"]
+        attention = ["cpu", "rule: skips dropped heads"] if on_cpu else ["masked", "no native kernels for this layer"]
         ops["routed_attention"] = {str(rows): attention for rows in ROWS}
         layers.append({"layer": index, "decode": list(decode_form(width, index)), "ops": ops})
     return {"budget": budget, "table": f"{path}" if not why else f"none ({why}): rules decide", "layers": layers}
@@ -80,6 +84,8 @@ def decode_form(width: Width, index: int) -> tuple[str, str]:
     if not is_routed(modules.layer, RoutedLayer):
         return "ops", "the native backend was missing when routers were attached"
     weight = modules.down_proj.weight
+    if special_weight(modules.down_proj) is not None:
+        return "ops", obstacle(modules) or "its weights are quantised"
     if weight.device.type != "cpu" or weight.dtype not in cpu.NATIVE_TYPES:
         return "ops", f"weights are {weight.dtype} on {weight.device}; the native layer is float32 or bfloat16 on cpu"
     reason_not = obstacle(modules)

@@ -139,7 +139,7 @@ def evaluate_tasks(
     for a task without data, and those of `load`.
     """
     harness = require("lm_eval", "eval", "evaluation by tasks")
-    manager = require("lm_eval.tasks", "eval", "evaluation by tasks").TaskManager()
+    manager = _task_manager()
     unknown = [t for t in tasks if not t.endswith(".yaml") and t not in manager.all_tasks]
     if unknown or not tasks:
         near = [name for name in manager.all_tasks if unknown and name.startswith(unknown[0][:4])][:4]
@@ -182,6 +182,12 @@ def evaluate_tasks(
         "work": info["work"],
         "versions": {**versions(), "lm_eval": getattr(harness, "__version__", "unknown")},
     }
+
+
+@functools.cache
+def _task_manager() -> Any:
+    """lm-eval's index of its tasks: thousands of files, read once."""
+    return require("lm_eval.tasks", "eval", "evaluation by tasks").TaskManager()
 
 
 def _rows(found: dict[str, Any], name: str) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from widellm.modeling.routed_attention import ATTENTION_NAME, RoutedOutput, Rout
 from widellm.modeling.routed_layer import Binding, NativeHead, RoutedLayer
 from widellm.modeling.routed_mlp import RoutedMLP, is_plain_linear, parts_of
 from widellm.modeling.routed_model import RoutedModel
-from widellm.modeling.swap import check_swappable, dense_class, is_routed, routed, unrouted
+from widellm.modeling.swap import check_swappable, is_bare_linear, is_routed, routed, special_weight, unrouted
 from widellm.routing.budget import Dial, WorkCounter, group_cost, routable_share
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
@@ -114,7 +114,9 @@ def attach(
         permutations = check_permutations(permutations, len(layout.layers), layout.intermediate_size)
         for index, modules in enumerate(layout.layers):
             for part in (modules.gate_proj, modules.up_proj, modules.down_proj):
-                if part is not None and not is_plain_linear(part) and not _is_identity(permutations[index]):
+                if part is None or in_order or is_plain_linear(part):
+                    continue
+                if not _is_identity(permutations[index]):
                     raise UnsupportedModelError(
                         f"layer {index}'s {type(part).__name__} cannot be regrouped: use a model with plain linears"
                     )
@@ -252,7 +254,7 @@ def _store_input_major(modules: LayerModules, input_major: bool) -> None:
     group by not reading it at all.
     """
     for linear in (modules.o_proj, modules.down_proj):
-        if dense_class(linear) is not torch.nn.Linear:
+        if not is_bare_linear(linear):
             continue
         weight = linear.weight
         if weight.device.type == "cpu" and weight.dtype in cpu.NATIVE_TYPES:
@@ -265,8 +267,11 @@ def _is_identity(permutation: Tensor) -> bool:
 
 @torch.no_grad()
 def _permute_channels(gate: Any, up: Any, down: Any, permutation: Tensor) -> None:
-    """Reorder FFN channels in place: rows of gate and up, columns of down. One matrix is copied at a time."""
-    if _is_identity(permutation) or up.weight.is_meta:
+    """Reorder FFN channels in place: rows of gate and up, columns of down. One matrix is copied at a time.
+
+    Quantised weights stay as they are: which order they are in changes nothing but who may name them.
+    """
+    if _is_identity(permutation) or up.weight.is_meta or special_weight(up) is not None:
         return
     for linear in (gate, up):
         if linear is not None:

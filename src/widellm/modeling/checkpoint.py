@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from widellm.config import WidthConfig
 from widellm.errors import CheckpointError, ConfigError, WidellmError
@@ -26,13 +27,15 @@ from widellm.modeling.attaching import attach_to, check_values, load_adapter, re
 from widellm.modeling.card import model_card
 from widellm.modeling.quantizer import RouterConfig
 from widellm.modeling.register import NAME, AdapterConfig
-from widellm.modeling.swap import dense_class
+from widellm.modeling.routed_model import RoutedModel
+from widellm.modeling.swap import dense_class, special_weight
 from widellm.modeling.width_file import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     WidthFile,
     base_tensors,
     fingerprint,
+    fingerprint_of,
     read_width,
     write_width,
 )
@@ -79,6 +82,11 @@ def save(
     """
     _check_form(form)
     width = width_of(model)
+    if not isinstance(model, RoutedModel):
+        raise ConfigError(
+            f"this {type(model).__name__} wraps a routed model: save what merge_and_unload() gives, or its adapters "
+            f"alone with its own save_pretrained"
+        )
     with atomic_directory(path, overwrite=overwrite) as folder:
         if form == "adapter":
             _write_adapter(model, width, folder)
@@ -88,19 +96,28 @@ def save(
             tokenizer.save_pretrained(folder)
 
 
-def write_full(model: Any, folder: Path, dense_save: Callable[..., Any]) -> None:
-    """Write the full form into `folder`; dense_save(state_dict=...) is transformers' own save_pretrained into it."""
+def write_full(
+    model: Any,
+    folder: Path,
+    dense_save: Callable[[dict[str, Tensor]], None],
+    weights: dict[str, Tensor] | None = None,
+) -> None:
+    """Write the full form into `folder`; dense_save(weights) is transformers' own save_pretrained into it.
+
+    weights: a state dict to save instead of the model's own.
+    """
     width = width_of(model)
-    if getattr(model, "hf_quantizer", None) is not None:
+    quantised = getattr(model, "hf_quantizer", None) is not None or any(map(special_weight, model.modules()))
+    if quantised:
         raise ConfigError('the full form holds no quantised weights: save with form="adapter"')
-    tensors = {name: t.contiguous() for name, t in base_tensors(model).items()}
+    tensors = {name: t.contiguous() for name, t in base_tensors(model, weights).items()}
     config = width.config.replace(base=_base(model, width, fingerprint(tensors)))
     attention = model.config._attn_implementation
     model.config._attn_implementation = width.dense_attention
     model.config.quantization_config = RouterConfig()
     try:
         with quiet():
-            dense_save(state_dict=tensors)
+            dense_save(tensors)
     finally:
         model.config._attn_implementation = attention
         del model.config.quantization_config
@@ -117,7 +134,7 @@ def _write_adapter(model: Any, width: Width, folder: Path) -> None:
             "this model was quantised while it was loaded, so what it was loaded from is all there is to save: "
             "load that directory again with the same quantization_config"
         )
-    found = _base(model, width, fingerprint(base_tensors(model)))
+    found = _base(model, width, fingerprint_of(model))
     if "changed_from" in found:
         raise ConfigError(
             f"the weights are not those of {base['name']} any more (trained?), so an adapter cannot name it as its "

@@ -14,7 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from widellm.kernels import masked, registry
-from widellm.modeling.swap import dense_class, has_adapters
+from widellm.modeling.swap import has_adapters, is_bare_linear
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
 
@@ -36,7 +36,7 @@ class RoutedQuery:
         rows = x.reshape(-1, x.shape[-1])
         keep = self.router(rows) > sub.threshold
         sub.keep = keep.view(*x.shape[:-1], sub.groups)
-        if not _bare(self):
+        if not is_bare_linear(self):  # type: ignore[arg-type]
             q = super().forward(x)  # type: ignore[misc]
             return masked.drop(q.reshape(-1, q.shape[-1]), keep).view(q.shape)
         q = registry.routed_in(rows, self.weight, keep, self.bias, sub.backend)  # type: ignore[attr-defined]
@@ -53,15 +53,10 @@ class RoutedOutput:
         if sub.threshold is None or sub.keep is None:
             return super().forward(h)  # type: ignore[misc]
         rows, keep = h.reshape(-1, h.shape[-1]), sub.keep.reshape(-1, sub.groups)
-        if not _bare(self):
+        if not is_bare_linear(self):  # type: ignore[arg-type]
             return super().forward(masked.drop(rows, keep).view(h.shape))  # type: ignore[misc]
         y = registry.routed_out(rows, self.weight, keep, self.bias, sub.backend)  # type: ignore[attr-defined]
         return y.view(*h.shape[:-1], -1)
-
-
-def _bare(module: Any) -> bool:
-    """Whether a routed projection was a bare nn.Linear before its class was changed (not quantised, not an adapter)."""
-    return dense_class(module) is torch.nn.Linear
 
 
 def _attention(

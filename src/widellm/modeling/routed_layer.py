@@ -15,7 +15,7 @@ from widellm.families import LayerModules, Layout
 from widellm.kernels import cpu
 from widellm.kernels.fused import FusedLayer
 from widellm.modeling.routed_mlp import is_plain_linear
-from widellm.modeling.swap import dense_class, has_adapters
+from widellm.modeling.swap import dense_class, has_adapters, special_weight
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
 
@@ -122,6 +122,10 @@ class NativeHead:
 
 def obstacle(modules: LayerModules) -> str | None:
     """Why a layer cannot be bound: only bare linears are, with nothing hooked onto what would not be called."""
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+        module = getattr(modules, name)
+        if module is not None and (special := special_weight(module)):
+            return f"{name}'s weight is an {special}: quantised weights are multiplied by their own library"
     for name in ("k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"):
         module = getattr(modules, name)
         if module is not None and not is_plain_linear(module):

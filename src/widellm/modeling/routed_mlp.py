@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from widellm.families import LayerModules
 from widellm.kernels import masked, registry
 from widellm.kernels.reference import activate
-from widellm.modeling.swap import live
+from widellm.modeling.swap import live, special_weight
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
 
@@ -57,7 +57,7 @@ def _by_modules(x: Tensor, gate: Any, up: Any, down: Any, act: str, keep: Tensor
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module is a bare nn.Linear, whose weight a kernel may read instead of calling the module."""
     hooked = module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)  # accelerate's offloading
-    return type(module) is nn.Linear and not hooked
+    return type(module) is nn.Linear and special_weight(module) is None and not hooked
 
 
 def parts_of(modules: LayerModules, activation: str) -> tuple[Any, Any, Any, str]:

@@ -24,8 +24,13 @@ class RoutedModel:
             return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         push = kwargs.pop("push_to_hub", False)
         repo_id = kwargs.pop("repo_id", None) or Path(save_directory).name
+        weights = kwargs.pop("state_dict", None)  # a trainer may have gathered them from other processes
         dense_save = super().save_pretrained  # type: ignore[misc]
-        write_full(self, Path(save_directory), lambda **more: dense_save(save_directory, *args, **kwargs, **more))
+
+        def write(state_dict: dict[str, Any]) -> None:
+            dense_save(save_directory, *args, state_dict=state_dict, **kwargs)
+
+        write_full(self, Path(save_directory), write, weights)
         if push:
             self.push_to_hub(repo_id, token=kwargs.get("token"))
         return None

@@ -33,6 +33,8 @@ class Speculative:
     """Most tokens drafted before a verification."""
     confidence: float = 0.4
     """Drafting stops early after a token that the draft gives a smaller probability; 0 never stops early."""
+    streamer: Any = None
+    """Gets the text as it grows, as in `generate(streamer=...)`, which transformers keeps from decoding methods."""
     passes: int = 0
     """Dense passes after the first, which reads the prompt."""
     drafted: int = 0
@@ -57,8 +59,6 @@ class Speculative:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
-        synced_gpus: bool = False,
-        streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
         """What transformers calls: continue input_ids int64 [1, T] until a stopping criterion holds.
@@ -68,7 +68,7 @@ class Speculative:
         width_of(model)
         if input_ids.shape[0] != 1:
             raise ConfigError(f"speculative decoding takes one sequence at a time, got {input_ids.shape[0]}")
-        if generation_config.do_sample or generation_config.num_beams != 1:
+        if generation_config.do_sample or (generation_config.num_beams or 1) != 1:
             raise ConfigError("speculative decoding is greedy: leave do_sample and num_beams out")
         mask = model_kwargs.get("attention_mask")
         padding = 0 if mask is None else int((mask[0] == 0).sum())
@@ -76,14 +76,14 @@ class Speculative:
             raise ConfigError("speculative decoding takes padding on the left only")
         budget = get_budget(model)
         run = _Run(model, padding)
+        if self.streamer is not None:
+            self.streamer.put(input_ids.cpu())
         try:
-            return self._generate(run, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+            return self._generate(run, input_ids, logits_processor, stopping_criteria, generation_config)
         finally:
             set_budget(model, budget)
 
-    def _generate(
-        self, run: _Run, ids: Tensor, processor: Any, criteria: Any, generation_config: Any, streamer: Any
-    ) -> Any:
+    def _generate(self, run: _Run, ids: Tensor, processor: Any, criteria: Any, generation_config: Any) -> Any:
         def choose(sequence: Tensor, logits: Tensor) -> Tensor:
             return processor(sequence, logits.float()).argmax(-1, keepdim=True)
 
@@ -96,11 +96,11 @@ class Speculative:
                 agrees = place < draft.shape[1] and bool(token == draft[:, place])
                 self.accepted += agrees
                 ids = torch.cat([ids, token], 1)
-                if streamer is not None:
-                    streamer.put(token.cpu())
+                if self.streamer is not None:
+                    self.streamer.put(token.cpu())
                 if bool(criteria(ids, None).all()):
-                    if streamer is not None:
-                        streamer.end()
+                    if self.streamer is not None:
+                        self.streamer.end()
                     whole = generation_config.return_dict_in_generate
                     return GenerateDecoderOnlyOutput(sequences=ids) if whole else ids
                 if not agrees:

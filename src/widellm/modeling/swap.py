@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from widellm.errors import UnsupportedModelError
 
@@ -53,6 +53,17 @@ def has_adapters(*parents: nn.Module | None) -> bool:
         if parent is not None
         for child in parent._modules.values()
     )
+
+
+def special_weight(module: nn.Module) -> str | None:
+    """The class of a weight that is no plain tensor (a quantised one), which no kernel of ours may read; else None."""
+    weight = getattr(module, "weight", None)
+    return None if weight is None or type(weight) in (nn.Parameter, Tensor) else type(weight).__name__
+
+
+def is_bare_linear(module: nn.Module) -> bool:
+    """Whether a module is, or was before `routed`, a bare nn.Linear: not quantised, not wrapped by an adapter."""
+    return dense_class(module) is nn.Linear and special_weight(module) is None
 
 
 def check_swappable(module: nn.Module, where: str) -> None:

@@ -103,9 +103,32 @@ def _few(names: list[str]) -> str:
     return f"[{shown}{f', and {len(names) - 3} more' if len(names) > 3 else ''}]"
 
 
-def base_tensors(model: Any) -> dict[str, Tensor]:
-    """The model's own parameters and buffers, by their transformers names; what widellm added is left out."""
-    return {name: tensor for name, tensor in model.state_dict().items() if ".router." not in name}
+def base_tensors(model: Any, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The model's own parameters and buffers, by their transformers names; what widellm added is left out.
+
+    weights: a state dict to take them from; None: the model's. Raises ConfigError when PEFT adapters are among them.
+    """
+    found = model.state_dict() if weights is None else weights
+    if any(".base_layer." in name for name in found):
+        raise ConfigError("PEFT adapters are not merged: call merge_and_unload() before saving")
+    return {name: tensor for name, tensor in found.items() if ".router." not in name}
+
+
+def fingerprint_of(model: Any) -> str:
+    """`fingerprint` of the base weights of a model.
+
+    Weights that their library repacks when they are first used (bitsandbytes) are left out: embeddings, norms and
+    biases, and the names and shapes of those, have to tell the model.
+    """
+    repacked = tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if isinstance(weight := getattr(module, "weight", None), torch.nn.Parameter)
+        and type(weight) is not torch.nn.Parameter
+        and issubclass(type(weight), torch.nn.Parameter)
+    )
+    tensors = base_tensors(model)
+    return fingerprint({name: t for name, t in tensors.items() if not (repacked and name.startswith(repacked))})
 
 
 def fingerprint(tensors: dict[str, Tensor]) -> str:
@@ -131,7 +154,7 @@ def fingerprint(tensors: dict[str, Tensor]) -> str:
 def check_base(model: Any, config: WidthConfig, where: Path) -> None:
     """Raise CheckpointError unless the weights of `model`, regrouped, are those that the routers were made for."""
     expected = config.base.get("fingerprint")
-    found = fingerprint(base_tensors(model))
+    found = fingerprint_of(model)
     if expected is not None and found != expected:
         raise CheckpointError(
             f"{where}: the base weights have fingerprint {found}, the routers are for {expected}: wrong base model"
