@@ -20,6 +20,7 @@ from tiny import CASES, tiny_model
 from tiny import tiny_tokenizer as make_tokenizer
 from widellm.errors import CheckpointError, ConfigError, WidellmError
 from widellm.modeling.attach import detach, get_budget, width_of
+from widellm.sources.models import load_dense
 
 
 @pytest.fixture
@@ -79,11 +80,9 @@ def test_round_trip(family: str, shape: str, ids: torch.Tensor, tmp_path: Path) 
 
 
 def test_the_directory_holds_no_pickle_and_is_a_dense_model_too(saved: Path, ids: torch.Tensor) -> None:
-    from transformers import AutoModelForCausalLM
-
     names = sorted(p.name for p in saved.iterdir())
-    assert all(n.endswith((".json", ".safetensors", ".jinja")) for n in names), names
-    plain = AutoModelForCausalLM.from_pretrained(saved)
+    assert all(n.endswith((".json", ".safetensors", ".jinja", ".md")) for n in names), names
+    plain = load_dense(str(saved)).model
     torch.testing.assert_close(logits_of(plain, ids), logits_of(tiny_model("llama"), ids), atol=1e-4, rtol=1e-4)
     assert plain.config._attn_implementation == "sdpa"
 
@@ -196,14 +195,14 @@ def test_a_tampered_directory_is_refused(tampering: str, saved: Path) -> None:
 
 
 def test_a_killed_save_leaves_nothing_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from widellm.modeling import checkpoint
+    from widellm.modeling import width_file
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
     model = tiny_model("llama")
     route(model)
-    monkeypatch.setattr(checkpoint, "save_file", interrupted)
+    monkeypatch.setattr(width_file, "save_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         widellm.save(model, tmp_path / "a", make_tokenizer())
     assert list(tmp_path.iterdir()) == []

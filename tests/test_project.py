@@ -21,7 +21,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # A file imports only from its own layer and from layers before it.
 LAYERS = (
     ("errors", "_version"),
-    ("config", "optional", "files", "provenance", "progress"),
+    ("config", "optional", "files", "provenance", "progress", "hooks"),
     ("families",),
     ("sources",),
     ("routing",),

@@ -35,6 +35,8 @@ _OPTIONAL = {
     "triton": "GPU kernels",
     "matplotlib": "bench",
     "llama-cpp-python": "llama",
+    "lm_eval": "eval",
+    "torchao": "quant",
 }
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from widellm.calibrate.calibration import Calibration, Settings, calibrate
 from widellm.config import check_budget
 from widellm.errors import ConfigError, TextError, WidellmError
 from widellm.evaluation.perplexity import Comparison, Perplexity, compare_with_dense, perplexity
-from widellm.files import check_new_directory
-from widellm.modeling.attach import set_budget
-from widellm.modeling.checkpoint import is_routed_directory, load, save
+from widellm.files import atomic_write_text, check_new_directory
+from widellm.modeling.attach import set_budget, width_of
+from widellm.modeling.card import model_card
+from widellm.modeling.checkpoint import CARD_FILE, is_routed_directory, load, read_width, save
 from widellm.progress import Progress, no_progress
 from widellm.provenance import versions
 from widellm.sources.models import load_dense
@@ -140,6 +142,7 @@ def prune(
     set_budget(model, budget)
     comparison = compare_with_dense(model, held_out, lambda d, t: progress("held-out text", d, t))
     warnings = _verdict(comparison, budget, force)
+    record_results(model, [_result_row(comparison, f"held-out part of {text}")])
     progress("speed", 0, 1)
     prompt = held_out.reshape(1, -1)[:, : min(1024, context or 1024)]  # learned positions end there
     dense_speed, routed_speed = measure(model, prompt, [1.0, budget])
@@ -168,6 +171,55 @@ def _verdict(comparison: Comparison, budget: float, force: bool) -> tuple[str, .
     return tuple(problems)
 
 
+def _result_row(comparison: Comparison, text: str) -> dict[str, Any]:
+    """What the model card says of one budget."""
+    return {
+        **dataclasses.asdict(comparison.work),
+        "perplexity": comparison.routed_perplexity,
+        "dense_perplexity": comparison.dense_perplexity,
+        "text": text,
+        "windows": comparison.windows,
+        "window": comparison.window,
+    }
+
+
+def record_results(model: Any, rows: list[dict[str, Any]]) -> None:
+    """Keep what was measured of a routed model in its provenance, for its card; replaces what was there."""
+    width = width_of(model)
+    width.config = width.config.replace(provenance={**width.config.provenance, "results": rows})
+
+
+def measure_card(
+    directory: str | Path,
+    text: str,
+    budgets: Sequence[float],
+    window: int = 1024,
+    max_windows: int | None = None,
+    dtype: Any = "auto",
+    column: str = "text",
+    base: str | None = None,
+    progress: Progress = no_progress,
+) -> list[dict[str, Any]]:
+    """Measure a routed directory at `budgets` on a text, and write the rows into its width_config.json and card.
+
+    Returns the rows; nothing is written when something fails. Raises as `evaluate` does.
+    """
+    folder = Path(directory)
+    model, tokenizer = load(folder, dtype=dtype, base=base)
+    windows = whole_text_windows(tokenizer, read_text(text, column=column), window, max_windows)
+    rows = []
+    for budget in budgets:
+        set_budget(model, budget)
+        step = f"budget {budget:g}"
+        found = compare_with_dense(model, windows, functools.partial(progress, step))
+        rows.append(_result_row(found, Path(text).name))
+    record_results(model, rows)
+    config = dataclasses.replace(read_width(folder).config, provenance=width_of(model).config.provenance)
+    atomic_write_text(folder / "width_config.json", config.to_json())
+    atomic_write_text(folder / CARD_FILE, model_card(config, width_of(model).dial))
+    return rows
+
+
 @dataclass(frozen=True)
 class EvalResult:
     """What `evaluate` found."""
@@ -192,13 +244,13 @@ class EvalResult:
         }
 
 
-def load_any(name: str, budget: float | None = None, dtype: Any = "auto") -> tuple[Any, Any]:
+def load_any(name: str, budget: float | None = None, dtype: Any = "auto", base: str | None = None) -> tuple[Any, Any]:
     """(model, tokenizer) of a routed directory, or of any dense model that `load_dense` takes.
 
     Raises ConfigError when a budget below 1 is asked of a dense model.
     """
     if is_routed_directory(name):
-        return load(name, budget=budget, dtype=dtype)
+        return load(name, budget=budget, dtype=dtype, base=base)
     if budget is not None and check_budget(budget) < 1.0:
         raise ConfigError(f"{name} is a dense model and has no budget: run widellm prune first, or leave --budget out")
     dense = load_dense(name, dtype=dtype)
@@ -213,11 +265,12 @@ def evaluate(
     budget: float | None = None,
     dtype: Any = "auto",
     column: str = "text",
+    base: str | None = None,
     progress: Progress = no_progress,
 ) -> EvalResult:
     """Token perplexity of a routed directory or a dense model on a whole text, in windows of `window` tokens."""
     progress("loading", 0, 1)
-    model, tokenizer = load_any(name, budget, dtype)
+    model, tokenizer = load_any(name, budget, dtype, base)
     progress("loading", 1, 1)
     windows = whole_text_windows(tokenizer, read_text(text, column=column), window, max_windows)
     result = perplexity(model, windows, lambda d, t: progress("evaluating", d, t))
@@ -225,8 +278,10 @@ def evaluate(
 
 
 @torch.inference_mode()
-def generate(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, sample: bool = False) -> str:
-    """Continue `prompt`; returns prompt and continuation. Greedy unless `sample`."""
+def generate(
+    model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, sample: bool = False, method: Any = None
+) -> str:
+    """Continue `prompt`; returns prompt and continuation. Greedy unless `sample`. method: a `Speculative`, or None."""
     if not prompt.strip():
         raise TextError("the prompt is empty: give some text to continue")
     encoded = tokenizer(prompt, return_tensors="pt")
@@ -234,6 +289,7 @@ def generate(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, sampl
         **encoded.to(model.device),
         max_new_tokens=max_new_tokens,
         do_sample=sample,
+        custom_generate=method,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))

@@ -12,7 +12,7 @@ from widellm.modeling.attach import Width, width_of
 from widellm.modeling.linears import is_input_major
 from widellm.modeling.routed_attention import ATTENTION_NAME
 from widellm.modeling.routed_layer import RoutedLayer, bind, obstacle
-from widellm.modeling.swap import is_routed
+from widellm.modeling.swap import is_routed, special_weight
 
 ROWS = (1, 8, 512)
 
@@ -61,13 +61,17 @@ def explain(model: Any, budget: float = 0.5) -> dict[str, Any]:
     layers = []
     for index in range(len(width.layout.layers)):
         backend, dtype = width.sublayers[0].backend, width.layout.layers[index].o_proj.weight.dtype
+        special = special_weight(width.layout.layers[index].o_proj)
         kind = _device(width, index)
-        native = cpu.availability()[0] and dtype in cpu.NATIVE_TYPES and kind == "cpu"
+        on_cpu = cpu.availability()[0] and dtype in cpu.NATIVE_TYPES and kind == "cpu"
+        native = on_cpu and special is None
         ops: dict[str, dict[str, list[str]]] = {}
         for shape in _ops(model, index):
             ops[shape.op] = {}
             for rows in ROWS:
-                if backend != "auto":
+                if special is not None:
+                    decided = ("whole", f"the weight is an {special}: its own library multiplies all, then we drop")
+                elif backend != "auto":
                     decided = (backend, "asked for by name")
                 elif kind == "cuda":
                     decided = dispatch.choose_on_gpu(shape.op, rows, shape.width // shape.groups)
@@ -76,7 +80,7 @@ def explain(model: Any, budget: float = 0.5) -> dict[str, Any]:
                         shape.op, shape.read, shape.width, shape.groups, dtype, rows, budget, native
                     )
                 ops[shape.op][str(rows)] = list(decided)
-        attention = ["cpu", "rule: skips dropped heads"] if native else ["masked", "no native kernels for this layer"]
+        attention = ["cpu", "rule: skips dropped heads"] if on_cpu else ["masked", "no native kernels for this layer"]
         if kind == "cuda":
             name, why_not = dispatch.choose_on_gpu("routed_attention", 1, 1)
             keys = f"rule, not measured: over {dispatch.TRITON_MIN_KEYS} keys or more, else dense"
@@ -103,6 +107,8 @@ def decode_form(width: Width, index: int) -> tuple[str, str]:
     if not is_routed(modules.layer, RoutedLayer):
         return "ops", "the native backend was missing when routers were attached"
     weight = modules.o_proj.weight
+    if special_weight(modules.o_proj) is not None:
+        return "ops", obstacle(modules) or "its weights are quantised"
     if weight.device.type != "cpu" or weight.dtype not in cpu.NATIVE_TYPES:
         return "ops", f"weights are {weight.dtype} on {weight.device}; the native layer is float32 or bfloat16 on cpu"
     reason_not = obstacle(modules)

@@ -32,6 +32,7 @@ from widellm.errors import TextError, WidellmError
 from widellm.families import Layout, locate
 from widellm.modeling.attach import Width, attach, detach, is_attached, set_dial
 from widellm.modeling.linears import matrix
+from widellm.modeling.width_file import fingerprint_of
 from widellm.progress import Progress, no_progress
 from widellm.provenance import versions
 from widellm.sources.texts import windows_digest
@@ -122,6 +123,8 @@ def calibrate(
         provenance={"budget": budget, "text": text or {}, "settings": asdict(settings), "versions": versions()},
     )
     width = attach(model, config, permutations)
+    # said now, so that saving can tell whether training has changed the base since
+    width.config = config.replace(base={**config.base, "fingerprint": fingerprint_of(model)})
     try:
         run.fit("first fit", width, [(w, None) for w in parts[1]])
         shares = torch.linspace(1.0 - LEAST_SAVED, 1.0 - MOST_SAVED, len(parts[2])).tolist()

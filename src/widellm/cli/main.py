@@ -11,17 +11,9 @@ import typer
 
 from widellm._version import __version__
 from widellm.cli.bench import bench
-from widellm.cli.options import (
-    Budget,
-    Column,
-    Dtype,
-    JsonFile,
-    MaybeBudget,
-    Threads,
-    set_threads,
-    torch_dtype,
-    write_json,
-)
+from widellm.cli.directories import card, export, push
+from widellm.cli.evaluate import PASS_ON, evaluate, generate, lm_eval
+from widellm.cli.options import Budget, Column, Dtype, JsonFile, Threads, set_threads, torch_dtype, write_json
 from widellm.cli.report import report
 from widellm.cli.train import compare, train
 from widellm.errors import WidellmError
@@ -103,51 +95,14 @@ def demo(
     show.generations(model, tokenizer, "The capital of France is", [1.0, 0.75, budget])
 
 
-@app.command("eval")
-def evaluate(
-    model: Annotated[str, typer.Argument(help="Routed directory, or any dense model.")],
-    text: Annotated[str, typer.Option(help="Text to evaluate on: FILE, DIR, data set id, or python-docs.")],
-    window: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
-    max_windows: Annotated[int | None, typer.Option(help="Evaluate only the first N windows.")] = None,
-    budget: MaybeBudget = None,
-    column: Column = "text",
-    dtype: Dtype = "auto",
-    threads: Threads = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Token perplexity on a text (whole text tokenised at once, non-overlapping windows), and the work it took."""
-    from widellm import pipeline
-    from widellm.cli import show
-
-    set_threads(threads)
-    with show.progress() as progress:
-        result = pipeline.evaluate(model, text, window, max_windows, budget, torch_dtype(dtype), column, progress)
-    show.eval_table(result)
-    write_json(json_file, result.to_json())
-
-
-@app.command()
-def generate(
-    model: Annotated[str, typer.Argument(help="Routed directory, or any dense model.")],
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    budget: MaybeBudget = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add.")] = 64,
-    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the likeliest token.")] = False,
-    dtype: Dtype = "auto",
-    threads: Threads = None,
-) -> None:
-    """Continue a prompt."""
-    from widellm import pipeline
-
-    set_threads(threads)
-    if max_new_tokens < 1:
-        raise WidellmError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
-    loaded, tokenizer = pipeline.load_any(model, budget, torch_dtype(dtype))
-    typer.echo(pipeline.generate(loaded, tokenizer, prompt, max_new_tokens, sample))
-
-
+app.command("eval")(evaluate)
+app.command()(generate)
 app.command()(train)
 app.command()(compare)
+app.command()(export)
+app.command()(card)
+app.command()(push)
+app.command("lm-eval", context_settings=PASS_ON)(lm_eval)
 app.command()(bench)
 app.command()(report)
 

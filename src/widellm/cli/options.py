@@ -13,6 +13,7 @@ Budget = Annotated[float, typer.Option(help="Share of routable work that may be 
 MaybeBudget = Annotated[
     float | None, typer.Option(help="Share of routable work that may be spent; default: what the model was made for.")
 ]
+Base = Annotated[str | None, typer.Option(help="Where an adapter's base model is, when it is not where it was.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 Dtype = Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")]
 Column = Annotated[str, typer.Option(help="Column with the text, in jsonl, parquet and data sets.")]

@@ -113,6 +113,26 @@ def eval_table(result: EvalResult) -> None:
     console.print(table)
 
 
+def tasks_table(found: dict[str, Any]) -> None:
+    """What `evaluate_tasks` returned: a row a metric, then the work over all requests."""
+    table = Table(title=f"{found['model']}, tasks of lm-eval {found['versions']['lm_eval']}", title_justify="left")
+    for column in ("task", "metric", "value", "+-", "shots", "documents"):
+        table.add_column(column, justify="left" if column in ("task", "metric") else "right")
+    for row in found["tasks"]:
+        stderr = "" if row["stderr"] is None else f"{row['stderr']:.4f}"
+        table.add_row(
+            row["task"], row["metric"], f"{row['value']:.4f}", stderr, str(row["shots"]), str(row["documents"])
+        )
+    console.print(table)
+    work = found["work"]
+    if work is not None:
+        console.print(
+            f"Budget {work['budget']:g}: routable work saved {work['saved_routable']:.1%}, all layers' "
+            f"{work['saved_all_layers']:.1%}, over all requests. Data: {found['data']}, seed {found['seed']}.",
+            markup=False,
+        )
+
+
 def generations(model: Any, tokenizer: Any, prompt: str, budgets: Sequence[float]) -> None:
     """The same prompt continued at several budgets."""
     from widellm.modeling.attach import set_budget

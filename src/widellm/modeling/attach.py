@@ -20,7 +20,8 @@ from widellm.modeling.decide import ResidualTap
 from widellm.modeling.routed_attention import ATTENTION_NAME, OwnFFN, RoutedIn, RoutedOut, register_attention
 from widellm.modeling.routed_layer import Binding, NativeHead, RoutedLayer
 from widellm.modeling.routed_mlp import RoutedMLP, is_plain_linear, parts_of
-from widellm.modeling.swap import check_swappable, is_routed, routed, unrouted
+from widellm.modeling.routed_model import RoutedModel
+from widellm.modeling.swap import check_swappable, is_routed, routed, special_weight, unrouted
 from widellm.routing.budget import Dial, WorkCounter, group_cost, routable_share
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
@@ -136,7 +137,9 @@ def attach(
         permutations = check_permutations(permutations, len(layout.layers), channels)
         for index, modules in enumerate(layout.layers):
             for part in (modules.gate_proj, modules.up_proj, modules.down_proj):
-                if part is not None and not is_plain_linear(part) and not _is_identity(permutations[index]):
+                if part is None or in_order or is_plain_linear(part):
+                    continue
+                if not _is_identity(permutations[index]):
                     raise UnsupportedModelError(
                         f"layer {index}'s {type(part).__name__} cannot be regrouped: use a model with plain linears"
                     )
@@ -187,7 +190,21 @@ def attach(
         model.set_attn_implementation(ATTENTION_NAME)
     width = Width(config, layout, tuple(sublayers), permutations, dense_attention)
     model._widellm = width
+    routed(model, RoutedModel)
     return width
+
+
+def settle(model: Any, permute: bool) -> None:
+    """Do what `attach` had to leave out while the weights were on the meta device, now that they are loaded.
+
+    permute: the weights are still in the base model's channel order.
+    """
+    width = width_of(model)
+    for modules, permutation in zip(width.layout.layers, width.permutations, strict=True):
+        if permute:
+            _permute_channels(modules, permutation)
+        if not _is_identity(permutation):
+            _store_for_kernels(modules, True)
 
 
 def detach(model: Any) -> Any:
@@ -214,6 +231,7 @@ def detach(model: Any) -> Any:
         del head._width
     if model.config._attn_implementation != width.dense_attention:
         model.set_attn_implementation(width.dense_attention)
+    unrouted(model, RoutedModel)
     del model._widellm
     return model
 
@@ -308,10 +326,14 @@ def _is_identity(permutation: Tensor) -> bool:
 
 
 def _permute_channels(modules: LayerModules, permutation: Tensor) -> None:
-    """Reorder FFN channels in place: rows of gate and up, columns of down. One matrix is copied at a time."""
-    if _is_identity(permutation) or modules.up_proj.weight.is_meta:
+    """Reorder FFN channels in place: rows of gate and up, columns of down. One matrix is copied at a time.
+
+    Quantised weights stay as they are: which order they are in changes nothing but who may name them.
+    """
+    up = modules.up_proj
+    if _is_identity(permutation) or up.weight.is_meta or special_weight(up) is not None:
         return
-    gate, up = modules.gate_proj, modules.up_proj
+    gate = modules.gate_proj
     if gate is up:
         linears.reorder_outputs(up, torch.cat([permutation, permutation + permutation.numel()]))
     else:

@@ -1,166 +1,314 @@
-"""One self-describing directory: the dense model in transformers' own form, and beside it what widellm adds.
+"""Directories that hold a routed model, in two forms with the same content, and the way from one to the other.
 
-    config.json, model.safetensors, tokenizer files   the base model, channels regrouped (still the same function)
-    width_config.json                                 WidthConfig: alone rebuilds the module structure
-    width.safetensors                                 routers, permutations, dial
+full      config.json, model*.safetensors, tokenizer   the base model in transformers' own form, channels regrouped
+          width_config.json, width.safetensors         WidthConfig; routers, permutations, dial
+          README.md                                    a model card
+adapter   width_config.json, width.safetensors, README.md, tokenizer, and a config.json that says `model_type: widellm`;
+          the base model is named in width_config.json, with a fingerprint of its weights
 
-safetensors and JSON only. The directory appears whole under its name or not at all.
+safetensors and JSON only. What `save` and `export` write appears whole under its name or not at all.
 """
 
 from __future__ import annotations
 
-import hashlib
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from widellm.config import WidthConfig
-from widellm.errors import CheckpointError, ConfigError
-from widellm.files import atomic_directory
-from widellm.modeling.attach import Width, attach, set_budget, set_dial, width_of
-from widellm.routing.budget import Dial
-from widellm.sources.models import load_dense
+from widellm.errors import CheckpointError, ConfigError, WidellmError
+from widellm.files import atomic_directory, one_line
+from widellm.modeling.attach import Width, set_budget, width_of
+from widellm.modeling.attaching import attach_to, check_values, load_adapter, recorded_dtype
+from widellm.modeling.card import model_card
+from widellm.modeling.quantizer import RouterConfig
+from widellm.modeling.register import NAME, AdapterConfig
+from widellm.modeling.routed_model import RoutedModel
+from widellm.modeling.swap import dense_class, special_weight
+from widellm.modeling.width_file import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    WidthFile,
+    base_tensors,
+    fingerprint,
+    fingerprint_of,
+    read_width,
+    write_width,
+)
+from widellm.sources.models import load_dense, local_directory, quantisation_of
 from widellm.sources.quiet import quiet
 
-CONFIG_FILE = "width_config.json"
-WEIGHTS_FILE = "width.safetensors"
-_ROUTER_PARTS = ("down", "up", "bias")
-_SAMPLES = 64
+__all__ = [
+    "CONFIG_FILE",
+    "FORMS",
+    "WEIGHTS_FILE",
+    "export",
+    "is_routed_directory",
+    "load",
+    "load_adapter",
+    "push",
+    "read_width",
+    "save",
+]
+
+FORMS = ("full", "adapter")
+CARD_FILE = "README.md"
 
 
 def is_routed_directory(path: str | Path) -> bool:
-    """Whether `path` is a directory that `save` wrote (or claims to be one)."""
+    """Whether `path` is a directory that `save` wrote, in either form (or claims to be one)."""
     return (Path(path) / CONFIG_FILE).is_file()
 
 
-def fingerprint(tensors: dict[str, Tensor]) -> str:
-    """Short SHA-256 over names, shapes and evenly spaced values (64 a tensor) of weights: cheap at any size."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        flat_ids = torch.linspace(0, tensor.numel() - 1, min(_SAMPLES, tensor.numel()), dtype=torch.float64).long()
-        index = torch.unravel_index(flat_ids, tensor.shape)  # by index: no copy, and strides do not matter
-        values = tensor.detach()[tuple(i.to(tensor.device) for i in index)].to("cpu", torch.float32)
-        digest.update(f"{name}{list(tensor.shape)}".encode())
-        digest.update(values.numpy().tobytes())
-    return digest.hexdigest()[:16]
+def form_of(folder: Path) -> str:
+    """Which of FORMS a directory has. Raises CheckpointError when its config.json is missing or damaged."""
+    return "adapter" if _model_type(folder) == NAME else "full"
 
 
-def base_tensors(model: Any) -> dict[str, Tensor]:
-    """The model's own parameters and buffers, by their transformers names; what widellm added is left out."""
-    return {name: tensor for name, tensor in model.state_dict().items() if ".router." not in name}
+def save(
+    model: Any, path: str | Path, tokenizer: Any = None, overwrite: bool = False, form: str = "full", **kwargs: Any
+) -> None:
+    """Write a routed model (and its tokenizer) to the new directory `path`, in one of FORMS.
 
+    kwargs: those of transformers' save_pretrained for the full form (max_shard_size).
 
-def _width_tensors(width: Width) -> dict[str, Tensor]:
-    tensors = {}
-    for sub in width.sublayers:
-        router = width.router(sub)
-        for part in _ROUTER_PARTS:
-            tensors[f"layers.{sub.layer_index}.{sub.kind}.router.{part}"] = getattr(router, part).detach()
-    tensors["permutations"] = width.permutations.to(torch.int32)
-    if width.dial is not None:
-        tensors["dial.budgets"] = width.dial.budgets
-        tensors["dial.thresholds"] = width.dial.thresholds
-    return tensors
-
-
-def save(model: Any, path: str | Path, tokenizer: Any = None, overwrite: bool = False) -> None:
-    """Write a routed model (and its tokenizer) to the new directory `path`.
-
-    Raises ConfigError for a dense model, WidellmError when `path` exists (unless `overwrite`) or the disk is full.
+    Raises ConfigError for a dense model, or when the form cannot hold the model (an adapter of weights that training
+    has changed, quantised weights in the full form); WidellmError when `path` exists (unless `overwrite`) or the disk
+    is full.
     """
+    _check_form(form)
     width = width_of(model)
+    if not isinstance(model, RoutedModel):
+        raise ConfigError(
+            f"this {type(model).__name__} wraps a routed model: save what merge_and_unload() gives, or its adapters "
+            f"alone with its own save_pretrained"
+        )
     with atomic_directory(path, overwrite=overwrite) as folder:
-        tensors = {name: t.contiguous() for name, t in base_tensors(model).items()}
-        config = width.config.replace(base={**width.config.base, "fingerprint": fingerprint(tensors)})
-        attention = model.config._attn_implementation
-        model.config._attn_implementation = width.dense_attention
-        try:
-            with quiet():
-                model.save_pretrained(folder, state_dict=tensors)
-        finally:
-            model.config._attn_implementation = attention
+        if form == "adapter":
+            _write_adapter(model, width, folder)
+        else:
+            model.save_pretrained(folder, **kwargs)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        save_file({k: v.contiguous() for k, v in _width_tensors(width).items()}, folder / WEIGHTS_FILE)
-        (folder / CONFIG_FILE).write_text(config.to_json())
 
 
-def load(path: str | Path, budget: float | None = None, dtype: Any = "auto", device_map: Any = None) -> tuple[Any, Any]:
-    """Load (model, tokenizer) from a directory that `save` wrote, in evaluation mode.
+def write_full(
+    model: Any,
+    folder: Path,
+    dense_save: Callable[[dict[str, Tensor]], None],
+    weights: dict[str, Tensor] | None = None,
+) -> None:
+    """Write the full form into `folder`; dense_save(weights) is transformers' own save_pretrained into it.
+
+    weights: a state dict to save instead of the model's own.
+    """
+    width = width_of(model)
+    quantised = getattr(model, "hf_quantizer", None) is not None or any(map(special_weight, model.modules()))
+    if quantised:
+        raise ConfigError('the full form holds no quantised weights: save with form="adapter"')
+    tensors = {name: t.contiguous() for name, t in base_tensors(model, weights).items()}
+    config = width.config.replace(base=_base(model, width, fingerprint(tensors)))
+    attention = model.config._attn_implementation
+    model.config._attn_implementation = width.dense_attention
+    model.config.quantization_config = RouterConfig()
+    try:
+        with quiet():
+            dense_save(tensors)
+    finally:
+        model.config._attn_implementation = attention
+        del model.config.quantization_config
+    _write_rest(width, config, folder)
+
+
+def _write_adapter(model: Any, width: Width, folder: Path) -> None:
+    base = width.config.base
+    if not base.get("name"):
+        raise ConfigError("an adapter needs the name of its base model: attach with WidthConfig(base={'name': ...})")
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and not quantizer.pre_quantized:
+        raise ConfigError(
+            "this model was quantised while it was loaded, so what it was loaded from is all there is to save: "
+            "load that directory again with the same quantization_config"
+        )
+    found = _base(model, width, fingerprint_of(model))
+    if "changed_from" in found:
+        raise ConfigError(
+            f"the weights are not those of {base['name']} any more (trained?), so an adapter cannot name it as its "
+            f'base: save with form="full"'
+        )
+    AdapterConfig(architectures=[dense_class(model).__name__]).save_pretrained(folder)
+    _write_rest(width, width.config.replace(base=found), folder)
+
+
+def _base(model: Any, width: Width, found: str) -> dict[str, str]:
+    """What width_config.json says of the base: its name, and the fingerprint and dtype of the weights as they are."""
+    base = dict(width.config.base)
+    recorded = base.get("fingerprint")
+    if recorded is not None and recorded != found:
+        base.setdefault("changed_from", recorded)
+    return {**base, "fingerprint": found, "dtype": str(model.dtype).removeprefix("torch.")}
+
+
+def _write_rest(width: Width, config: WidthConfig, folder: Path) -> None:
+    write_width(width, config, folder)
+    if not (folder / CARD_FILE).exists():
+        (folder / CARD_FILE).write_text(model_card(config, width.dial), encoding="utf-8")
+
+
+def load(
+    path: str | Path,
+    budget: float | None = None,
+    dtype: Any = "auto",
+    device_map: Any = None,
+    base: str | Path | None = None,
+    quantization_config: Any = None,
+) -> tuple[Any, Any]:
+    """Load (model, tokenizer) from a directory of either form, or a hub id of one, in evaluation mode.
 
     budget: what to set the dial to; None takes the budget the model was made for. dtype, device_map: as transformers'
-    from_pretrained.
+    from_pretrained. base: where the base model of an adapter is now, instead of the recorded name.
+    quantization_config: transformers' own, to quantise the weights of the full form while they load.
 
     Raises CheckpointError, naming the file or key, when something is missing, unexpected, mis-shaped, not finite, newer
-    than this package or of another base model.
+    than this package or of another base model; ConfigError for a budget outside (0, 1] or below what was calibrated.
     """
-    path = Path(path)
-    if not is_routed_directory(path):
-        raise CheckpointError(f"{path} has no {CONFIG_FILE}: give a directory that widellm prune wrote")
-    config = WidthConfig.from_json((path / CONFIG_FILE).read_text(encoding="utf-8"), str(path / CONFIG_FILE))
-    dense = load_dense(str(path), dtype=dtype, device_map=device_map)
-    model = dense.model
-    expected = config.base.get("fingerprint")
-    exact = dtype == "auto" or dtype == torch.float32  # rounding to a narrower dtype changes the values
-    found = fingerprint(base_tensors(model)) if exact else expected
-    if found != expected:
-        raise CheckpointError(
-            f"{path}: the base weights have fingerprint {found}, the routers were made for {expected}: wrong base model"
+    folder = local_directory(str(path))
+    read = read_width(folder)
+    if form_of(folder) == "adapter":
+        dense = _load_adapter(read, dtype, device_map, base, quantization_config)
+    elif base is not None:
+        raise ConfigError(f"{path} is the full form, which has its own weights: leave base out")
+    elif quantization_config is not None:
+        dense = load_dense(str(folder), dtype, device_map, quantization_config=quantization_config)
+        attach_to(dense.model, read, in_order=True, check=False)
+    else:
+        # the check waits, so that a weight that is missing is named first
+        asked = RouterConfig(source=str(folder), check=False)
+        dense = load_dense(str(folder), dtype, device_map, quantization_config=asked)
+        # a directory without a recorded dtype: rounding to a narrower one changes the fingerprint
+        if recorded_dtype(read) != "auto" or dtype == "auto" or dense.model.dtype == torch.float32:
+            check_values(dense.model, read)
+    if budget is not None:
+        set_budget(dense.model, budget)
+    return dense.model, dense.tokenizer
+
+
+def _load_adapter(read: WidthFile, dtype: Any, device_map: Any, base: str | Path | None, quantisation: Any) -> Any:
+    if quantisation is not None:
+        raise ConfigError(
+            f"{read.folder} is an adapter, and a base that is quantised while it loads cannot be regrouped: "
+            f"make the full form with widellm export, and quantise that"
         )
-    tensors = _read(path / WEIGHTS_FILE)
-    if "permutations" not in tensors:
-        raise CheckpointError(f"{path / WEIGHTS_FILE}: missing keys [permutations]")
-    try:
-        # the saved base is regrouped already; detach needs to know how
-        width = attach(model, config, tensors["permutations"], in_order=True)
-        dial = _fill(width, tensors)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path / WEIGHTS_FILE}: {error}") from None
-    except ConfigError as error:
-        raise CheckpointError(f"{path / WEIGHTS_FILE} does not fit the model: {error}") from None
-    set_dial(model, dial)
-    set_budget(model, float(config.provenance.get("budget", 1.0)) if budget is None else budget)
-    model.eval()
-    return model, dense.tokenizer
+    source = base_of(read, base)
+    tokenizer_from = read.folder if (read.folder / "tokenizer_config.json").is_file() else None
+    dtype = recorded_dtype(read) if dtype == "auto" else dtype
+    if quantisation_of(source) is not None:
+        dense = load_dense(str(source), dtype, device_map, tokenizer_from=tokenizer_from)
+        attach_to(dense.model, read)
+        return dense
+    asked = RouterConfig(source=str(read.folder), in_order=False)
+    return load_dense(str(source), dtype, device_map, quantization_config=asked, tokenizer_from=tokenizer_from)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def base_of(read: WidthFile, base: str | Path | None = None) -> Path:
+    """The directory of an adapter's base model: `base`, or the recorded name, which may be relative to the adapter.
+
+    Raises CheckpointError when it cannot be found.
+    """
+    name = str(base or read.config.base.get("name", ""))
+    beside = read.folder / name
     try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}
+        return beside if name and beside.is_dir() and not Path(name).is_dir() else local_directory(name)
+    except WidellmError as error:
+        raise CheckpointError(
+            f"{read.folder} is an adapter of {name!r}, which cannot be had ({one_line(error, 160)}): "
+            f"say where it is with base="
+        ) from None
+
+
+def export(
+    path: str | Path,
+    out: str | Path,
+    form: str = "full",
+    base: str | Path | None = None,
+    overwrite: bool = False,
+    **kwargs: Any,
+) -> None:
+    """Write the routed directory `path`, of either form, to the new directory `out` in `form`; nothing is lost.
+
+    An adapter is loaded once before it gets its name, so that its base is known to be there and to be the right one.
+    base: where the base model is, for reading an adapter and for naming it in one. Raises as `load` and `save` do.
+    """
+    _check_form(form)
+    reading = form_of(local_directory(str(path))) == "adapter"
+    model, tokenizer = load(path, base=base if reading else None)
+    width = width_of(model)
+    if base is not None:
+        width.config = width.config.replace(base={**width.config.base, "name": str(base)})
+    if form == "full":
+        save(model, out, tokenizer, overwrite=overwrite, **kwargs)
+        return
+    with atomic_directory(out, overwrite=overwrite) as folder:
+        _write_adapter(model, width, folder)
+        tokenizer.save_pretrained(folder)
+        del model, width
+        load(folder)
+
+
+def push(
+    model: Any,
+    repo_id: str,
+    tokenizer: Any = None,
+    form: str = "full",
+    private: bool | None = None,
+    token: str | None = None,
+    revision: str | None = None,
+    commit_message: str = "Upload a width-routed model",
+    create_pr: bool = False,
+    **kwargs: Any,
+) -> str:
+    """Upload a routed model, or a routed directory as it is, to the Hugging Face hub; returns the commit's address.
+
+    Its README.md is the generated model card. kwargs: as for `save`. Raises as `save` does; the hub client's own errors
+    come as they are.
+    """
+    from huggingface_hub import HfApi  # comes with transformers
+
+    with tempfile.TemporaryDirectory() as temporary:
+        if isinstance(model, (str, Path)):
+            read_width(model)
+            folder = Path(model)
+        else:
+            folder = Path(temporary) / "model"
+            save(model, folder, tokenizer, form=form, **kwargs)
+        api = HfApi(token=token)
+        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        return str(
+            api.upload_folder(
+                repo_id=repo,
+                folder_path=folder,
+                revision=revision,
+                commit_message=commit_message,
+                create_pr=create_pr,
+            )
+        )
+
+
+def _check_form(form: str) -> None:
+    if form not in FORMS:
+        raise ConfigError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
+
+
+def _model_type(folder: Path) -> str:
+    import json
+
+    try:
+        return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the directory is incomplete, save the model again") from None
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): it is truncated or not a safetensors file") from None
-
-
-def _fill(width: Width, read: dict[str, Tensor]) -> Dial:
-    """Copy `read` into the routers of `width` and return the dial. Every key must be there, and no other."""
-    expected = {name: (list(tensor.shape), tensor.dtype) for name, tensor in _width_tensors(width).items()}
-    settings = read["dial.budgets"].numel() if "dial.budgets" in read else 0
-    expected["dial.budgets"] = ([settings], torch.float64)
-    expected["dial.thresholds"] = ([len(width.sublayers), settings], torch.float32)
-    missing, unexpected = sorted(set(expected) - set(read)), sorted(set(read) - set(expected))
-    if missing or unexpected:
-        raise CheckpointError(f"missing keys {_few(missing)}, unexpected keys {_few(unexpected)}")
-    for name, (shape, dtype) in expected.items():
-        if list(read[name].shape) != shape or read[name].dtype != dtype:
-            raise CheckpointError(f"{name} is {read[name].dtype} {list(read[name].shape)}, expected {dtype} {shape}")
-        if not bool(torch.isfinite(read[name]).all()):
-            raise CheckpointError(f"{name} holds NaN or infinity: the file is damaged, calibrate again")
-    with torch.no_grad():
-        for sub in width.sublayers:
-            router = width.router(sub)
-            for part in _ROUTER_PARTS:
-                getattr(router, part).copy_(read[f"layers.{sub.layer_index}.{sub.kind}.router.{part}"])
-    return Dial(read["dial.budgets"], read["dial.thresholds"])
-
-
-def _few(names: list[str]) -> str:
-    shown = ", ".join(names[:3]) or "none"
-    return f"[{shown}{f', and {len(names) - 3} more' if len(names) > 3 else ''}]"
+        raise CheckpointError(f"{folder} has no config.json: it is incomplete, save the model again") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / 'config.json'} is damaged ({one_line(error)})") from None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from widellm.kernels import cpu
-from widellm.modeling.swap import dense_class
+from widellm.modeling.swap import dense_class, special_weight
 
 _TRANSPOSED = {
     "torch.nn.modules.linear.Linear": False,
@@ -29,12 +29,13 @@ def _name(kind: type) -> str:
 
 def is_bare_linear(module: nn.Module) -> bool:
     """Whether a module is (or was, before `swap.routed`) only its weight and bias: not quantised, no adapter."""
-    return _name(dense_class(module)) in _TRANSPOSED
+    return _name(dense_class(module)) in _TRANSPOSED and special_weight(module) is None
 
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module is a bare linear with nothing hooked onto it: a kernel may read it instead of calling it."""
-    return _name(type(module)) in _TRANSPOSED and not module._forward_pre_hooks and not module._forward_hooks
+    hooked = module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)  # accelerate's offloading
+    return _name(type(module)) in _TRANSPOSED and special_weight(module) is None and not hooked
 
 
 def matrix(module: Any) -> Tensor:

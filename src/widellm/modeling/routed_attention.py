@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from widellm.kernels import masked, registry
 from widellm.modeling.decide import decide, decide_softly, weigh
 from widellm.modeling.linears import is_bare_linear, matrix
+from widellm.modeling.swap import has_adapters
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
 
@@ -113,7 +114,11 @@ def _attention(
             q, k, v = (t.transpose(1, 2) for t in (query, key, value))
             return registry.routed_attention(q, k, v, sub.keep, attention_mask, scaling, sub.backend), None
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    return sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    out, weights = sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    if sub is not None and sub.keep is not None and has_adapters(module):
+        # an adapter on o reads all of its input, and one on q has filled dropped heads again
+        out = masked.drop(out.flatten(0, 1).flatten(1), sub.keep.flatten(0, 1)).view(out.shape)
+    return out, weights
 
 
 def register_attention() -> None:

@@ -18,7 +18,7 @@ from widellm.kernels import cpu
 from widellm.kernels.fused import FusedLayer
 from widellm.modeling.linears import is_plain_linear
 from widellm.modeling.roomy_cache import extended
-from widellm.modeling.swap import dense_class
+from widellm.modeling.swap import dense_class, has_adapters, special_weight
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
 
@@ -102,7 +102,11 @@ class RoutedLayer:
     def _fits(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether this call may run natively; binds the layer if it has to."""
         modules, layout, attention, ffn, regrouped, binding = self._native
-        needs_graph = torch.is_grad_enabled() and hidden.requires_grad
+        needs_graph = torch.is_grad_enabled() and (
+            hidden.requires_grad or any(p.requires_grad for p in modules.layer.parameters())
+        )
+        if has_adapters(modules.attention, modules.mlp):
+            return False
         if hidden.device.type != "cpu" or needs_graph or torch.compiler.is_compiling():
             return False
         if hidden.shape[0] * hidden.shape[1] > _most_rows() or kwargs.get("position_embeddings") is None:
@@ -146,6 +150,10 @@ class NativeHead:
 
 def obstacle(modules: LayerModules) -> str | None:
     """Why a layer cannot be bound: only bare linears are, with nothing hooked onto what would not be called."""
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+        module = getattr(modules, name)
+        if module is not None and (special := special_weight(module)):
+            return f"{name}'s weight is an {special}: quantised weights are multiplied by their own library"
     for name in ("k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"):
         module = getattr(modules, name)
         if module is not None and module is not modules.q_proj and not is_plain_linear(module):
@@ -154,6 +162,8 @@ def obstacle(modules: LayerModules) -> str | None:
         module = getattr(modules, name)
         if dense_class(module) is not torch.nn.Linear:
             return f"{name} is a {dense_class(module).__name__}, or has hooks: only plain linears are bound"
+    if any(p.is_meta for p in modules.layer.parameters()):
+        return "its weights are offloaded"
     if any(m._forward_hooks or m._forward_pre_hooks for m in modules.layer.modules() if m is not modules.layer):
         return "a module inside has hooks, which a native layer would not call"
     return None

@@ -12,6 +12,7 @@ from widellm.kernels import masked, registry
 from widellm.kernels.reference import activate
 from widellm.modeling.decide import decide, decide_softly, weigh
 from widellm.modeling.linears import is_plain_linear, matrix
+from widellm.modeling.swap import live
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
 
@@ -30,7 +31,8 @@ class RoutedMLP:
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         sub = self._width
-        gate, up, down, act = self._parts
+        gate, up, down = (live(self, part) for part in self._parts[:3])  # type: ignore[arg-type]
+        parts = (gate, up, down, self._parts[3])
         plain = all(m is None or is_plain_linear(m) for m in (gate, up, down))
         rows = x.reshape(-1, x.shape[-1])
         if sub.threshold is None:
@@ -40,15 +42,15 @@ class RoutedMLP:
                 return super().forward(x, *args, **kwargs)  # type: ignore[misc]
             keep = torch.ones(rows.shape[0], sub.groups, dtype=torch.bool)
         elif sub.gate is not None:
-            return down(weigh(channels(x, self._parts), decide_softly(sub, self.router, x), sub.groups))
+            return down(weigh(channels(x, parts), decide_softly(sub, self.router, x), sub.groups))
         else:
             keep = decide(sub, self.router, x)
         if not plain:
             # more than a weight (an adapter, quantised): call it, then drop; nothing is skipped
-            h = channels(x, self._parts)
+            h = channels(x, parts)
             return down(masked.drop(h.reshape(-1, h.shape[-1]), keep).view(h.shape))
         w_gate, b_gate, w_up, b_up = _weights(gate, up)
-        y = registry.routed_ffn(rows, w_gate, w_up, matrix(down), keep, act, b_gate, b_up, down.bias, sub.backend)
+        y = registry.routed_ffn(rows, w_gate, w_up, matrix(down), keep, parts[3], b_gate, b_up, down.bias, sub.backend)
         return y.view(x.shape)
 
 

@@ -7,8 +7,9 @@ were, and `super().forward` is the untouched dense module. Nothing is copied fro
 from __future__ import annotations
 
 import functools
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from widellm.errors import UnsupportedModelError
 
@@ -16,7 +17,8 @@ from widellm.errors import UnsupportedModelError
 @functools.cache
 def _routed_class(behaviour: type, base: type) -> type:
     members = {"__module__": behaviour.__module__, "_widellm_dense": base}
-    return type(f"Routed{base.__name__}", (behaviour, base), members)
+    keeps_name = getattr(behaviour, "_widellm_keeps_name", False)
+    return type(base.__name__ if keeps_name else f"Routed{base.__name__}", (behaviour, base), members)
 
 
 def routed(module: nn.Module, behaviour: type) -> None:
@@ -33,6 +35,30 @@ def unrouted(module: nn.Module, behaviour: type) -> None:
 def is_routed(module: nn.Module, behaviour: type) -> bool:
     """Whether `module` has `behaviour` put before its class."""
     return isinstance(module, behaviour)
+
+
+def live(parent: nn.Module, module: Any) -> Any:
+    """What stands in for `module` in `parent` now: itself, or the adapter layer that PEFT has wrapped around it."""
+    for child in parent._modules.values():
+        if child is not None and child._modules.get("base_layer") is module:
+            return child
+    return module
+
+
+def has_adapters(*parents: nn.Module | None) -> bool:
+    """Whether PEFT has wrapped a child of one of the modules: reading its weight would leave the adapter out."""
+    return any(
+        child is not None and "base_layer" in child._modules
+        for parent in parents
+        if parent is not None
+        for child in parent._modules.values()
+    )
+
+
+def special_weight(module: nn.Module) -> str | None:
+    """The class of a weight that is no plain tensor (a quantised one), which no kernel of ours may read; else None."""
+    weight = getattr(module, "weight", None)
+    return None if weight is None or type(weight) in (nn.Parameter, Tensor) else type(weight).__name__
 
 
 def check_swappable(module: nn.Module, where: str) -> None:

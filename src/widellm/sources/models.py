@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from widellm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from widellm.errors import CheckpointError, ConfigError, UnsupportedModelError, WidellmError
 from widellm.files import one_line, refuse_incomplete
 from widellm.optional import require
 from widellm.sources.gguf import EMBEDDED, convert, embedded_file
@@ -34,8 +34,12 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
 # of a hub repository: one copy of the weights, nothing that is pickled
-_HUB_FILES = [_WEIGHTS, "model-*-of-*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+_HUB_FILES = [_WEIGHTS, "model-*-of-*.safetensors", "width.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+# quant_method -> the package that runs it; all in the extra "quant"
+QUANTISERS = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
+ROUTED = "widellm"
+"""The quant_method by which a routed directory asks transformers to call us; its weights are not quantised."""
 # buffers that old checkpoints carry and every transformers since 4.3x computes itself
 _COMPUTED = (".rotary_emb.inv_freq",)
 
@@ -81,33 +85,44 @@ def load_dense(
     device_map: Any = None,
     cache_dir: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
+    quantization_config: Any = None,
+    tokenizer_from: str | Path | None = None,
 ) -> LoadedModel:
-    """Load a dense causal LM and its tokenizer, in evaluation mode, checked.
+    """Load a causal LM and its tokenizer, in evaluation mode, checked. Routers in the directory are left aside.
 
     name: as for `resolve_model`. dtype: "auto" keeps the checkpoint's; or a torch dtype or its name. device_map: as in
-    transformers (needs accelerate). Weights come from safetensors only, and no code of the model's is ever run.
+    transformers (needs accelerate). quantization_config: transformers' own, to quantise while loading. tokenizer_from:
+    another directory with the tokenizer. Weights come from safetensors only, and no code of the model's is ever run.
 
-    Raises UnsupportedModelError (no such model, needs its own code, quantised, not a causal LM), CheckpointError
-    (missing or damaged file, weight missing, unexpected, of another shape or not finite, tokenizer unusable, hub not
-    reachable), ConfigError (dtype), MissingDependencyError. Weights that `device_map` puts on the disk are not checked
-    for NaN.
+    Raises UnsupportedModelError (no such model, needs its own code, quantised by an unknown method, not a causal LM),
+    CheckpointError (missing or damaged file, weight missing, unexpected, of another shape or not finite, tokenizer
+    unusable, hub not reachable), ConfigError (dtype), MissingDependencyError. Weights that `device_map` puts on the
+    disk, and quantised ones, are not checked for NaN.
     """
     wanted = _dtype(dtype)
     if device_map is not None:
         require("accelerate", "gguf", "device_map")
-    resolved = resolve_model(name, cache_dir, progress)
-    folder = Path(resolved)
-    if not folder.is_dir():
-        folder = _download(resolved)
-    _check_config(folder)
+    folder = local_directory(name, cache_dir=cache_dir, progress=progress)
+    quantisation_of(folder)
     _check_weight_files(folder)
     with quiet():
-        tokenizer = _load_tokenizer(folder)
-        model = _load_model(folder, wanted, device_map)
+        tokenizer = _load_tokenizer(folder if tokenizer_from is None else Path(tokenizer_from))
+        model = _load_model(folder, wanted, device_map, quantization_config)
     _check_tokenizer(tokenizer, model, folder)
     _check_finite(model, folder)
     model.eval()
     return LoadedModel(model, tokenizer, str(name), str(folder))
+
+
+def local_directory(
+    name: str,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Path:
+    """The directory of a model: what `resolve_model` gives, or the downloaded snapshot of a hub id. Raises as above."""
+    resolved = resolve_model(name, cache_dir, progress)
+    return Path(resolved) if Path(resolved).is_dir() else _download(resolved, revision)
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
@@ -118,13 +133,13 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     raise ConfigError(f"dtype must be auto or one of {', '.join(_DTYPES)}, got {dtype!r}")
 
 
-def _download(repository: str) -> Path:
+def _download(repository: str, revision: str | None = None) -> Path:
     """The local snapshot of a hub repository, downloaded where needed (the hub's client shows its own progress)."""
     from huggingface_hub import snapshot_download  # comes with transformers
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES))
     except GatedRepoError:
         raise UnsupportedModelError(
             f"{repository} asks for its terms to be accepted on the hub: do, then log in"
@@ -140,7 +155,13 @@ def _download(repository: str) -> Path:
         ) from error
 
 
-def _check_config(folder: Path) -> None:
+def quantisation_of(folder: str | Path) -> str | None:
+    """How the weights of a directory are quantised: a key of QUANTISERS, or None.
+
+    Raises CheckpointError when its config.json is missing or damaged, UnsupportedModelError for another method,
+    MissingDependencyError when the package that runs the method is not installed.
+    """
+    folder = Path(folder)
     refuse_incomplete(folder)
     path = folder / "config.json"
     try:
@@ -152,9 +173,15 @@ def _check_config(folder: Path) -> None:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{path} names no model_type: it is not a transformers model's configuration")
     quantisation = config.get("quantization_config")
-    if quantisation:
-        method = quantisation.get("quant_method", "?") if isinstance(quantisation, dict) else "?"
-        raise UnsupportedModelError(f"{folder} is quantised ({method}): give the unquantised model")
+    method = quantisation.get("quant_method", "?") if isinstance(quantisation, dict) else quantisation
+    if not method or method == ROUTED:
+        return None
+    if method not in QUANTISERS:
+        raise UnsupportedModelError(
+            f"{folder} is quantised ({method}): give the unquantised model, or one by {', '.join(QUANTISERS)}"
+        )
+    require(QUANTISERS[method], "quant", f"{folder} is quantised ({method}), and")
+    return str(method)
 
 
 def _check_weight_files(folder: Path) -> None:
@@ -181,12 +208,19 @@ def _check_weight_files(folder: Path) -> None:
             raise CheckpointError(f"{path} is truncated or damaged ({one_line(error)})") from error
 
 
-def _load_model(folder: Path, dtype: str | torch.dtype, device_map: Any) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
+def _load_model(
+    folder: Path, dtype: str | torch.dtype, device_map: Any, quantization_config: Any = None
+) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        if (getattr(config, "quantization_config", None) or {}).get("quant_method") == ROUTED:
+            del config.quantization_config
+        more = {} if quantization_config is None else {"quantization_config": quantization_config}
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=config,
             dtype=dtype,
             device_map=device_map,
             use_safetensors=True,
@@ -194,8 +228,9 @@ def _load_model(folder: Path, dtype: str | torch.dtype, device_map: Any) -> PreT
             local_files_only=True,
             ignore_mismatched_sizes=True,  # reported below, by name
             output_loading_info=True,
+            **more,
         )
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, WidellmError):
         raise
     except (ValueError, KeyError, ImportError, OSError, RuntimeError, AttributeError, TypeError) as error:
         text = str(error)
@@ -253,7 +288,8 @@ def _check_tokenizer(tokenizer: Any, model: Any, folder: Path) -> None:
 
 def _check_finite(model: nn.Module, folder: Path) -> None:
     for name, weight in model.named_parameters():
-        if weight.is_meta or weight.numel() == 0:
+        plain = type(weight.data) is torch.Tensor and weight.is_floating_point()
+        if weight.is_meta or weight.numel() == 0 or not plain:
             continue
         # the extremes carry NaN along, and unlike isfinite they need no mask as large as the weight
         low, high = torch.aminmax(weight.detach())

@@ -1,0 +1,73 @@
+"""Commands on routed directories: `export`, `card` and `push`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from widellm.cli.options import Base, Column, Dtype, Threads, set_threads, torch_dtype
+from widellm.errors import WidellmError
+
+Directory = Annotated[Path, typer.Argument(help="Routed directory, full or adapter form.")]
+
+
+def export(
+    directory: Directory,
+    out: Annotated[Path, typer.Argument(help="Directory to write; must not exist.")],
+    form: Annotated[
+        str, typer.Option(help="full (with the weights) or adapter (routers; the base model by name).")
+    ] = "full",
+    base: Base = None,
+    shard_size: Annotated[str, typer.Option(help="Largest weight file of the full form.")] = "50GB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing directory.")] = False,
+) -> None:
+    """Write a routed directory in the other form (or again in the same); nothing is lost on the way."""
+    from widellm.modeling import checkpoint
+
+    options = {"max_shard_size": shard_size} if form == "full" else {}
+    checkpoint.export(directory, out, form=form, base=base, overwrite=overwrite, **options)
+    size = sum(file.stat().st_size for file in out.iterdir())
+    typer.echo(f"{out}: {form} form, {size / 1e6:.1f} MB")
+
+
+def card(
+    directory: Directory,
+    text: Annotated[str, typer.Option(help="Text to measure on: FILE, DIR, data set id, or python-docs.")],
+    budgets: Annotated[str, typer.Option(help="Budgets to measure, with commas.")] = "0.75,0.5",
+    window: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
+    max_windows: Annotated[int | None, typer.Option(help="Evaluate only the first N windows.")] = None,
+    column: Column = "text",
+    dtype: Dtype = "auto",
+    base: Base = None,
+    threads: Threads = None,
+) -> None:
+    """Measure the budget curve and write it into the directory's model card (README.md)."""
+    from widellm.cli import show
+    from widellm.pipeline import measure_card
+
+    set_threads(threads)
+    try:
+        wanted = [float(part) for part in budgets.split(",")]
+    except ValueError:
+        raise WidellmError(f"--budgets must be numbers with commas between, got {budgets!r}") from None
+    with show.progress() as progress:
+        rows = measure_card(
+            directory, text, wanted, window, max_windows, torch_dtype(dtype), column, base, progress=progress
+        )
+    for row in rows:
+        both = f"perplexity {row['perplexity']:.2f} (dense {row['dense_perplexity']:.2f})"
+        typer.echo(f"budget {row['budget']:g}: {both}")
+
+
+def push(
+    directory: Directory,
+    repository: Annotated[str, typer.Argument(help="Hub id to upload to, such as me/my-model.")],
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private when it is created.")] = False,
+    message: Annotated[str, typer.Option(help="Commit message.")] = "Upload a width-routed model",
+) -> None:
+    """Upload a routed directory, model card included, to the Hugging Face hub (log in with `hf auth login` first)."""
+    from widellm.modeling import checkpoint
+
+    typer.echo(checkpoint.push(directory, repository, private=private or None, commit_message=message))

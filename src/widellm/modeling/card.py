@@ -1,0 +1,85 @@
+"""The model card: what a directory's README.md says about a routed model, all of it from what was recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from widellm.config import WidthConfig
+from widellm.routing.budget import Dial
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SETTINGS = ("head_group_size", "ffn_group_size", "router_rank", "num_hidden_layers")
+
+
+def model_card(config: WidthConfig, dial: Dial | None) -> str:
+    """The card's text: how to load it, the budget curve as far as it was measured, recipe, data and versions."""
+    base, made = config.base.get("name", ""), config.provenance
+    name = base or "an unnamed model"
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [widellm, adaptive-width]"]
+    if _HUB_ID.fullmatch(base):
+        lines.append(f"base_model: {base}")
+    lines += ["---", "", f"# {name.rstrip('/').split('/')[-1]}, width-routed", ""]
+    lines += [
+        f"Each token chooses, layer by layer, which query heads and FFN channels of {name} it computes. One number,",
+        "the budget, says what share of the routable multiply-adds (q, o, gate, up and down) may be spent.",
+        "",
+        "```python",
+        "import widellm",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("THIS_REPOSITORY")  # no remote code',
+        f"widellm.set_budget(model, {made.get('budget', 1.0)})  # any budget in the table; 1.0 is the dense model",
+        "```",
+        "",
+        "## Budgets",
+        "",
+        *_curve(dial, made.get("results", [])),
+        "",
+        "## Recipe",
+        "",
+        *_bullets({key: getattr(config, key) for key in _SETTINGS}),
+        *_bullets({"made for budget": made.get("budget"), **(made.get("settings") or {})}),
+        *_bullets({"training": made.get("training")}),
+        "",
+        "## Data",
+        "",
+        *(_bullets(made.get("text") or {}) or ["Not recorded."]),
+        "",
+        "## Versions",
+        "",
+        *(_bullets(made.get("versions") or {}) or ["Not recorded."]),
+        *_bullets({"base fingerprint": config.base.get("fingerprint"), "configuration": config.digest()}),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _curve(dial: Dial | None, results: list[dict[str, Any]]) -> Iterable[str]:
+    if dial is not None:
+        low, high = float(dial.budgets[0]), float(dial.budgets[-1])
+        yield f"Calibrated from {low:.2f} to {high:.2f}; 1.0 runs no router."
+        yield ""
+    if not results:
+        yield "No quality was measured: `widellm card DIR --text FILE` does it and writes the table."
+        return
+    yield "| budget | routable work saved | all layers' work saved | token perplexity | against dense | text |"
+    yield "|---|---|---|---|---|---|"
+    for row in results:
+        ratio = row["perplexity"] / row["dense_perplexity"]
+        yield (
+            f"| {row['budget']:g} | {row['saved_routable']:.1%} | {row['saved_all_layers']:.1%} | "
+            f"{row['perplexity']:.2f} | {ratio:.2f}x | {row['text']}, {row['windows']} windows of {row['window']} |"
+        )
+
+
+def _bullets(values: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, value in values.items():
+        if value in (None, "", [], {}):
+            continue
+        text = value if isinstance(value, str) else json.dumps(value)
+        lines.append(f"- {name}: {text if len(text) <= 200 else text[:197] + '...'}")
+    return lines
