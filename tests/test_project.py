@@ -37,6 +37,8 @@ LAYERS = (
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 OPTIONAL = {
     "accelerate",
+    "bitsandbytes",
+    "compressed_tensors",
     "datasets",
     "gguf",
     "llama_cpp",
@@ -49,6 +51,7 @@ OPTIONAL = {
     "pyarrow",
     "scipy",
     "sentencepiece",
+    "torchao",
     "triton",
     "vllm",
 }
