@@ -41,9 +41,9 @@ struct Picked {  // the numbers of the rows in a bit set
 // y[c][i] = round(w[i] . x[c] + bias[i]) for n <= kUnit weight rows
 template <class T>
 static void linear_unit(const T *w, int64_t ldw, const T *bias, int64_t n, const T *const *x, int64_t nx,
-                        int64_t inputs, T *const *y) {
+                        int64_t inputs, T *const *y, const T *next = nullptr) {
   float part[kFewRows * kUnit];
-  dot_rows(w, ldw, n, x, nx, inputs, part, kUnit);
+  dot_rows(w, ldw, n, x, nx, inputs, part, kUnit, next);
   for (int64_t c = 0; c < nx; c++)
     for (int64_t i = 0; i < n; i += kLanes) {
       int64_t lanes = imin(kLanes, n - i);
@@ -149,18 +149,25 @@ template <class T> struct FewInner {  // gate, up, activation
 
   void run(const Kept &kept, Queue &queue) const {
     int64_t pieces = ceil_div(size, kUnit);
-    for (int64_t u = queue.take(); u < kept.count * pieces; u = queue.take()) {
+    int64_t end = kept.count * pieces;
+    for (int64_t u = queue.take(), after; u < end; u = after) {
+      after = queue.take();
       int64_t g = kept.groups[u / pieces], i = u % pieces * kUnit;
-      unit(g, i, imin(kUnit, size - i), Picked(kept.rows[g]));
+      const T *next = nullptr;  // what this thread will want from memory after these
+      if (after < end) {
+        int64_t row = kept.groups[after / pieces] * size + after % pieces * kUnit;
+        next = gate ? gate + row * ldgate : up + row * ldup;
+      }
+      unit(g, i, imin(kUnit, size - i), Picked(kept.rows[g]), next);
     }
   }
-  void unit(int64_t g, int64_t i, int64_t n, const Picked &rows_of) const {
+  void unit(int64_t g, int64_t i, int64_t n, const Picked &rows_of, const T *next) const {
     float gates[kFewRows * kUnit], ups[kFewRows * kUnit];
     const T *xs[kFewRows];
     int64_t f = g * size + i;
     for (int64_t c = 0; c < rows_of.count; c++) xs[c] = x + rows_of.at[c] * ldx;
     if (gate) dot_rows(gate + f * ldgate, ldgate, n, xs, rows_of.count, inputs, gates, kUnit, up + f * ldup);
-    dot_rows(up + f * ldup, ldup, n, xs, rows_of.count, inputs, ups, kUnit);
+    dot_rows(up + f * ldup, ldup, n, xs, rows_of.count, inputs, ups, kUnit, next);
     for (int64_t c = 0; c < rows_of.count; c++)
       for (int64_t j = 0; j < n; j += kLanes) {
         int64_t lanes = imin(kLanes, n - j);

@@ -55,7 +55,9 @@ template <class T> static int64_t in_few(const WideIn &f, WideArena *arena) {
   T *out = (T *)f.out;
 
   parallel(f.run.threads, [&](const Team &) {
-    for (int64_t u = queue->take(); u < f.groups * pieces; u = queue->take()) {
+    for (int64_t u = queue->take(), after; u < f.groups * pieces; u = after) {
+      after = queue->take();
+      const T *next = after < f.groups * pieces ? w + (after / pieces * size + after % pieces * kUnit) * f.ldw : nullptr;
       int64_t g = u / pieces, i = u % pieces * kUnit, n = g * size + i, count = imin(kUnit, size - i);
       Picked rows(kept.rows[g]);
       const T *xs[kFewRows];
@@ -66,7 +68,8 @@ template <class T> static int64_t in_few(const WideIn &f, WideArena *arena) {
       }
       for (int64_t m = 0; m < f.rows; m++)
         if (!(kept.rows[g] >> m & 1)) memset((void *)(out + m * f.ldout + n), 0, (size_t)count * sizeof(T));
-      if (rows.count) linear_unit(w + n * f.ldw, f.ldw, bias ? bias + n : nullptr, count, xs, rows.count, f.inputs, ys);
+      if (rows.count)
+        linear_unit(w + n * f.ldw, f.ldw, bias ? bias + n : nullptr, count, xs, rows.count, f.inputs, ys, next);
     }
   });
   return WIDELLM_OK;

@@ -43,7 +43,9 @@ template <class T> struct Projection {  // x -> heads, written as [B, heads, T, 
   T *out;
 
   int64_t pieces() const { return ceil_div(layer.head_dim, kUnit); }
-  void unit(int64_t head, int64_t piece, uint32_t bits, const T *x, int64_t ldx) const {
+  const T *rows_at(int64_t head, int64_t piece) const { return w + (head * layer.head_dim + piece * kUnit) * ldw; }
+  // next: the weight rows that this thread will want after these, or null
+  void unit(int64_t head, int64_t piece, uint32_t bits, const T *x, int64_t ldx, const T *next) const {
     int64_t d = layer.head_dim, i = piece * kUnit, n = head * d + i;
     Picked rows(bits);
     const T *xs[kFewRows];
@@ -52,7 +54,8 @@ template <class T> struct Projection {  // x -> heads, written as [B, heads, T, 
       xs[c] = x + rows.at[c] * ldx;
       ys[c] = at(rows.at[c], head) + i;
     }
-    linear_unit(w + n * ldw, ldw, bias ? bias + n : nullptr, imin(kUnit, d - i), xs, rows.count, layer.hidden, ys);
+    linear_unit(w + n * ldw, ldw, bias ? bias + n : nullptr, imin(kUnit, d - i), xs, rows.count, layer.hidden, ys,
+                next);
   }
   T *at(int64_t m, int64_t head) const {
     return out + ((m / call.tokens * heads + head) * call.tokens + m % call.tokens) * layer.head_dim;
@@ -92,13 +95,16 @@ template <class T> static int64_t layer_qkv(const WideLayer &l, const WideQkv &c
     }
     team.barrier();
     // k and v are always whole, so they fill the time in which the router decides.
-    for (int64_t u = queues[0].take(); u < ranks + 2 * kv_units; u = queues[0].take()) {
+    for (int64_t u = queues[0].take(), after; u < ranks + 2 * kv_units; u = after) {
+      after = queues[0].take();
       if (u < ranks) {
         router.down({u * 8, imin(u * 8 + 8, l.attn_router.rank)});
-      } else {
-        int64_t i = (u - ranks) % kv_units;
-        (u - ranks < kv_units ? k : v).unit(i / pieces, i % pieces, all, x, l.hidden);
+        continue;
       }
+      int64_t i = (u - ranks) % kv_units, j = (after - ranks) % kv_units;
+      const T *next = after < ranks + 2 * kv_units ? (after - ranks < kv_units ? k : v).rows_at(j / pieces, j % pieces)
+                                                   : nullptr;
+      (u - ranks < kv_units ? k : v).unit(i / pieces, i % pieces, all, x, l.hidden, next);
     }
     if (routes) {
       team.barrier();
@@ -107,9 +113,13 @@ template <class T> static int64_t layer_qkv(const WideLayer &l, const WideQkv &c
     Kept &mine = kept[team.thread];
     mine.build(c.keep, l.attn_groups, rows, l.attn_groups);
     int64_t per_group = heads_per_group * pieces;
-    for (int64_t u = queues[1].take(); u < mine.count * per_group; u = queues[1].take()) {
-      int64_t g = mine.groups[u / per_group], i = u % per_group;
-      q.unit(g * heads_per_group + i / pieces, i % pieces, mine.rows[g], x, l.hidden);
+    for (int64_t u = queues[1].take(), after; u < mine.count * per_group; u = after) {
+      after = queues[1].take();
+      int64_t g = mine.groups[u / per_group], i = u % per_group, j = after % per_group;
+      const T *next = nullptr;
+      if (after < mine.count * per_group)
+        next = q.rows_at(mine.groups[after / per_group] * heads_per_group + j / pieces, j % pieces);
+      q.unit(g * heads_per_group + i / pieces, i % pieces, mine.rows[g], x, l.hidden, next);
     }
     team.barrier();
     part = share(rows * (l.heads + l.kv_heads), 1, team);

@@ -84,8 +84,8 @@ template <> struct Pair<bf16> {
 };
 #endif
 
-// acc[r][c] += w[r] . x[c] over n inputs; meanwhile asks memory for the n inputs at ahead[0] and ahead[1]
-template <class T, int R, int C>
+// acc[r][c] += w[r] . x[c] over n inputs; meanwhile asks memory for the n inputs at each of ahead[0 .. A)
+template <class T, int R, int C, int A = 0>
 WIDE_INLINE void dot_tile(const T *const *w, const T *const *x, int64_t n, vf (&acc)[R][C],
                           const T *const *ahead = nullptr) {
   typedef Dot<T> D;
@@ -95,10 +95,7 @@ WIDE_INLINE void dot_tile(const T *const *w, const T *const *x, int64_t n, vf (&
   int64_t i = 0;
   for (; i + D::step <= n; i += D::step) {
     typename D::reg xv[C];
-    if (ahead) {
-      __builtin_prefetch(ahead[0] + i);
-      __builtin_prefetch(ahead[1] + i);
-    }
+    for (int a = 0; a < A; a++) __builtin_prefetch(ahead[a] + i);
     for (int c = 0; c < C; c++) xv[c] = D::get(xp[c] + i);
     for (int r = 0; r < R; r++) {
       typename D::reg wv = D::get(wp[r] + i);
@@ -121,7 +118,7 @@ static void dot_columns(const T *w, int64_t ldw, int64_t nw, const T *const *x, 
     const T *wp[4] = {w + r * ldw, w + (r + 1) * ldw, w + (r + 2) * ldw, w + (r + 3) * ldw};
     vf acc[4][C] = {};
     if (ahead) {
-      dot_tile<T, 4, C>(wp, x, n, acc, ahead);
+      dot_tile<T, 4, C, 2>(wp, x, n, acc, ahead);
     } else {
       dot_tile<T, 4, C>(wp, x, n, acc);
     }
@@ -138,12 +135,42 @@ static void dot_columns(const T *w, int64_t ldw, int64_t nw, const T *const *x, 
   }
 }
 
+// The same for rows of x that one tile holds: the weights pass once, and those wanted some tiles later are on their way.
+// Without being asked, memory delivers two thirds of what it can: a weight row is a page or two, and the hardware's own
+// foresight ends with the page.
+template <class T, int C>
+static void dot_stream(const T *w, int64_t ldw, int64_t nw, const T *const *x, int64_t n, float *out, int64_t ldout,
+                       const T *next) {
+  const int64_t far = n * (int64_t)sizeof(T) < 2048 ? 8 : 4;  // rows
+  int64_t r = 0;
+  for (; r + 4 <= nw; r += 4) {
+    const T *wp[4] = {w + r * ldw, w + (r + 1) * ldw, w + (r + 2) * ldw, w + (r + 3) * ldw};
+    const T *from = nullptr;
+    if (r + far + 4 <= nw) from = w + (r + far) * ldw;
+    else if (next && r + far >= nw) from = next + (r + far - nw) * ldw;
+    vf acc[4][C] = {};
+    if (from) {
+      const T *ahead[4] = {from, from + ldw, from + 2 * ldw, from + 3 * ldw};
+      dot_tile<T, 4, C, 4>(wp, x, n, acc, ahead);
+    } else {
+      dot_tile<T, 4, C>(wp, x, n, acc);
+    }
+    for (int c = 0; c < C; c++) {
+      f4 y = sum_each(acc[0][c], acc[1][c], acc[2][c], acc[3][c]);
+      memcpy(out + c * ldout + r, &y, sizeof y);
+    }
+  }
+  if (r < nw) dot_columns<T, C>(w + r * ldw, ldw, nw - r, x, n, out + r, ldout, nullptr);
+}
+
 // out[c * ldout + r] = w[r] . x[c] for nw weight rows and nx rows of x; next: weight rows that are wanted after these
 template <class T>
 static void dot_rows(const T *w, int64_t ldw, int64_t nw, const T *const *x, int64_t nx, int64_t n, float *out,
                      int64_t ldout, const T *next = nullptr) {
-  if (nx <= kDotRows) {  // one pass: the hardware foresees it
-    if (nx == kDotRows) return dot_columns<T, kDotRows>(w, ldw, nw, x, n, out, ldout, nullptr);
+  if (nx <= kDotRows) {
+    if (nx == kDotRows) return dot_stream<T, kDotRows>(w, ldw, nw, x, n, out, ldout, next);
+    if (nx == 2) return dot_stream<T, 2>(w, ldw, nw, x, n, out, ldout, next);
+    if (nx == 1) return dot_stream<T, 1>(w, ldw, nw, x, n, out, ldout, next);
     int64_t c = 0;
     for (; c + 2 <= nx; c += 2) dot_columns<T, 2>(w, ldw, nw, x + c, n, out + c * ldout, ldout, nullptr);
     if (c < nx) dot_columns<T, 1>(w, ldw, nw, x + c, n, out + c * ldout, ldout, nullptr);
