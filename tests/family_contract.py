@@ -196,6 +196,27 @@ def _compare_gradients(name: str, budget: float) -> None:
             torch.testing.assert_close(sample.x, inputs[key].reshape(sample.x.shape), atol=1e-5, rtol=1e-4)
 
 
+def check_training(name: str) -> None:
+    """A gate that weighs groups by 1 or 0 computes what the routed model computes, and its gradient reaches routers."""
+    model, ids = make(name), tokens(2, 11)
+    width = route(model)
+    expected = logits_of(model, ids)
+    keeps = [sub.keep for sub in width.sublayers]
+    for sub in width.sublayers:
+        sub.gate = _straight_through
+    logits = model(ids).logits
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-3)
+    logits.square().sum().backward()
+    for sub, keep in zip(width.sublayers, keeps, strict=True):
+        assert sub.keep is not None and keep is not None and torch.equal(sub.keep, keep)
+        assert all(p.grad is not None and bool(p.grad.any()) for p in width.router(sub).parameters())
+
+
+def _straight_through(sub: Any, logits: Tensor) -> Tensor:
+    soft = torch.sigmoid(logits - sub.threshold)
+    return (logits > sub.threshold).float() + soft - soft.detach()
+
+
 def check_calibration(name: str) -> None:
     """Calibration runs, and its dial spends about what it says on the text it was made on."""
     model = make(name)
@@ -252,6 +273,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "saving": check_saving,
     "detach": check_detach,
     "gradients": check_gradients,
+    "training": check_training,
     "calibration": check_calibration,
     "work": check_work,
 }

@@ -32,7 +32,9 @@ def decide_softly(sub: SubLayer, router: Router, x: Tensor) -> Tensor:
         assert sub.follows.weights is not None
         sub.weights = sub.follows.weights
     else:
-        sub.weights = sub.gate(sub, router(sub.router_input(x)))
+        logits = router(sub.router_input(x))
+        sub.weights = sub.gate(sub, logits.view(*(sub.lead or x.shape[:-1]), sub.groups))
+    sub.weighed = False
     sub.keep = sub.weights.detach() > 0.5
     return sub.weights
 

@@ -65,9 +65,10 @@ class RoutedOut:
         sub = self._width
         rows = h.reshape(-1, h.shape[-1])
         if sub.gate is not None and sub.weights is not None:
-            # heads were weighed in the attention function; an FFN without a module has only this place
-            own = sub.kind == "ffn"
-            return super().forward(weigh(h, sub.weights.view(*h.shape[:-1], -1), sub.groups) if own else h)  # type: ignore[misc]
+            # heads are weighed in our attention function; where another runs, and for an FFN without a module, here
+            if not sub.weighed:
+                h = weigh(h, sub.weights.view(*h.shape[:-1], -1), sub.groups)
+            return super().forward(h)  # type: ignore[misc]
         if sub.threshold is None or sub.keep is None:
             bare = is_bare_linear(self)  # type: ignore[arg-type]
             if not bare or not registry.native_when_dense("routed_out", rows, matrix(self), h.shape[-1], sub):
@@ -106,6 +107,7 @@ def _attention(
     if sub is not None and sub.gate is not None and sub.weights is not None:
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         out, _ = sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        sub.weighed = True
         return weigh(out.flatten(2), sub.weights, sub.groups).view(out.shape), None
     if sub is not None and sub.keep is not None and sub.threshold is not None and not dropout:
         if registry.attention_skips(sub.backend, query, key, kwargs):

@@ -40,7 +40,7 @@ def is_routed(module: nn.Module, behaviour: type) -> bool:
 def live(parent: nn.Module, module: Any) -> Any:
     """What stands in for `module` in `parent` now: itself, or the adapter layer that PEFT has wrapped around it."""
     for child in parent._modules.values():
-        if child is not None and child._modules.get("base_layer") is module:
+        if child is not None and module is not None and child._modules.get("base_layer") is module:
             return child
     return module
 

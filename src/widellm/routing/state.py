@@ -48,6 +48,8 @@ class SubLayer:
     """Set while the model is trained: decides in the place of the plain threshold, and no kernel skips anything."""
     weights: Tensor | None = None
     """float32 [B, T, G] that `gate` gave in the last routed forward, with its graph; None without a gate."""
+    weighed: bool = False
+    """Whether those weights have been multiplied on in this forward, by the attention function."""
     residual: Tensor | None = None
     """[B, T, D] before the norm, from the norm to the router of one forward, where routers read that."""
     follows: SubLayer | None = None

@@ -98,7 +98,7 @@ def first_not_finite(model: Any, width: Width, ids: Tensor) -> str:
             return f"the router of layer {sub.layer_index}'s {sub.kind}"
     with ExitStack() as hooks:
         for index, modules in enumerate(width.layout.layers):
-            named = {"attention": modules.attention, "ffn": modules.mlp, "output": modules.layer}
+            named = {"attention": modules.attention, "ffn": modules.mlp or modules.down_proj, "output": modules.layer}
             for name, module in named.items():
                 hooks.callback(module.register_forward_hook(watch(f"layer {index}'s {name}")).remove)
         model(input_ids=ids, use_cache=False)

@@ -109,5 +109,7 @@ def _refresh(model: Any) -> None:
     family = width.layout.family
     for modules in width.layout.layers:
         mlp = modules.mlp
+        if not hasattr(mlp, "_parts"):
+            continue  # an FFN that is no module, or is not routed
         gate = None if family.gate_proj is None else getattr(mlp, family.gate_proj)
         mlp._parts = (gate, getattr(mlp, family.up_proj), getattr(mlp, family.down_proj), mlp._parts[3])
