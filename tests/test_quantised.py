@@ -45,15 +45,6 @@ def bitsandbytes_config() -> Any:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
 
 
-def compressed_config() -> Any:
-    pytest.importorskip("compressed_tensors")
-    from transformers import CompressedTensorsConfig
-
-    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-    group = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    return CompressedTensorsConfig(config_groups=group, format="int-quantized", quantization_status="compressed")
-
-
 CONFIGS = {"torchao": torchao_config, "bitsandbytes": bitsandbytes_config}
 
 
@@ -144,7 +135,8 @@ def test_a_method_without_its_package_says_what_to_install(tiny_checkpoint: Buil
 
     folder = tiny_checkpoint("llama")
     for method, error, message in (
-        ("gptq", UnsupportedModelError, r"quantised \(gptq\): give the unquantised model, or one by torchao"),
+        ("gptq", UnsupportedModelError, r"quantised \(gptq\): give the unquantised model, or one by torchao, bits"),
+        ("compressed-tensors", UnsupportedModelError, r"quantised \(compressed-tensors\): give the unquantised"),
         ("torchao", MissingDependencyError, r'pip install "widellm\[quant\]"'),
     ):
         if available(method):

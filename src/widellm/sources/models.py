@@ -36,8 +36,9 @@ _WEIGHTS = "model.safetensors"
 # of a hub repository: one copy of the weights, nothing that is pickled
 _HUB_FILES = [_WEIGHTS, "model-*-of-*.safetensors", "width.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-# quant_method -> the package that runs it; all in the extra "quant"
-QUANTISERS = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
+# quant_method -> the package that runs it. Not compressed-tensors: it replaces the forward of every linear module, and
+# a routed projection's class would never be asked.
+QUANTISERS = {"torchao": "torchao", "bitsandbytes": "bitsandbytes"}
 ROUTED = "widellm"
 """The quant_method by which a routed directory asks transformers to call us; its weights are not quantised."""
 # buffers that old checkpoints carry and every transformers since 4.3x computes itself
