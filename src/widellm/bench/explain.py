@@ -99,6 +99,8 @@ def _device(width: Width, index: int) -> str:
 def decode_form(width: Width, index: int) -> tuple[str, str]:
     """("native layer" or "ops", why): whether a few rows run through this layer as two native calls."""
     modules, layout = width.layout.layers[index], width.layout
+    if special_weight(modules.o_proj) is not None:
+        return "ops", obstacle(modules) or "its weights are quantised"
     available, reason = cpu.availability()
     if not available:
         return "ops", reason
@@ -107,8 +109,6 @@ def decode_form(width: Width, index: int) -> tuple[str, str]:
     if not is_routed(modules.layer, RoutedLayer):
         return "ops", "the native backend was missing when routers were attached"
     weight = modules.o_proj.weight
-    if special_weight(modules.o_proj) is not None:
-        return "ops", obstacle(modules) or "its weights are quantised"
     if weight.device.type != "cpu" or weight.dtype not in cpu.NATIVE_TYPES:
         return "ops", f"weights are {weight.dtype} on {weight.device}; the native layer is float32 or bfloat16 on cpu"
     reason_not = obstacle(modules)
