@@ -37,8 +37,9 @@ from widellm.progress import Progress, no_progress
 from widellm.provenance import versions
 from widellm.sources.texts import windows_digest
 
-CURVATURE_SHARE, DENSE_SHARE, ROUTED_SHARE = 0.125, 0.375, 0.25
-"""Shares of the windows that the first three steps use; balance and dial take the rest."""
+DENSE_SHARE, ROUTED_SHARE = 0.375, 0.25
+"""Shares of the windows: curvature and first fit read the first, the second fit the next; the rest is for balance and
+dial. Curvature from a third of the dense windows made the result 8 % worse in perplexity at half the work."""
 LEAST_SAVED, MOST_SAVED = 0.1, 0.6
 """Range of routable work saved over the routed windows of the second fit."""
 DIAL_TOKENS, DIAL_PROBE_TOKENS = 32768, 6144
@@ -102,8 +103,8 @@ def calibrate(
     layout = locate(model)
     for kind in layout.family.kinds:
         layout.groups(kind, settings.groups_of(kind))
-    cuts = [max(2, int(len(windows) * share)) for share in (CURVATURE_SHARE, DENSE_SHARE, ROUTED_SHARE)]
-    parts = torch.split(windows[: sum(cuts)], cuts)
+    cuts = [max(2, int(len(windows) * share)) for share in (DENSE_SHARE, ROUTED_SHARE)]
+    dense, routed = torch.split(windows[: sum(cuts)], cuts)
     rest = windows[sum(cuts) :]
     context = getattr(model.config, "max_position_embeddings", None) or STEP_TOKENS  # learned positions end there
     pieces = rest.flatten().split(min(STEP_TOKENS, context))
@@ -111,7 +112,7 @@ def calibrate(
     probes = rest[: max(2, DIAL_PROBE_TOKENS // windows.shape[1])]
     shown = windows[:: max(1, windows.numel() // DIAL_TOKENS)]
     run = _Run(model, layout, settings, progress)
-    permutations = run.curvature(parts[0])
+    permutations = run.curvature(dense)
     config = WidthConfig(
         model_type=layout.model_type,
         num_hidden_layers=len(layout.layers),
@@ -126,12 +127,12 @@ def calibrate(
     # said now, so that saving can tell whether training has changed the base since
     width.config = config.replace(base={**config.base, "fingerprint": fingerprint_of(model)})
     try:
-        run.fit("first fit", width, [(w, None) for w in parts[1]])
-        shares = torch.linspace(1.0 - LEAST_SAVED, 1.0 - MOST_SAVED, len(parts[2])).tolist()
-        thresholds = router_logits(model, parts[1][:2]).quantiles(shares)
-        fits = run.fit("second fit", width, list(zip(parts[2], thresholds, strict=True)))
+        run.fit("first fit", width, [(w, None) for w in dense])
+        shares = torch.linspace(1.0 - LEAST_SAVED, 1.0 - MOST_SAVED, len(routed)).tolist()
+        thresholds = router_logits(model, dense[:2]).quantiles(shares)
+        fits = run.fit("second fit", width, list(zip(routed, thresholds, strict=True)))
         progress("balance", 0, len(steps))
-        middle = router_logits(model, parts[2][:2]).quantiles([1.0 - SAVED])[0]
+        middle = router_logits(model, routed[:2]).quantiles([1.0 - SAVED])[0]
         balance(model, width, steps, middle, lambda d, t: progress("balance", d, t))
         set_dial(model, measure_dial(model, shown, probes, lambda d, t: progress("dial", d, t)))
     except BaseException:
