@@ -35,7 +35,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-LLM = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 16, "enforce_eager": True, "seed": 0}
+LLM = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 16, "enforce_eager": True, "block_size": 32}
 TOKENS = 12
 
 
