@@ -58,6 +58,11 @@ PRUNE_KEYS = {
 }
 
 
+def test_the_package_is_a_command_too() -> None:
+    result = subprocess.run([sys.executable, "-m", "widellm", "--version"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and widellm.__version__ in result.stdout, result.stderr
+
+
 @pytest.mark.requirement("R9")
 @pytest.mark.requirement("R48")
 def test_prune_writes_a_model_a_table_and_json(tiny_checkpoint: Build, run: Run, tmp_path: Path) -> None:
