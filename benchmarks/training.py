@@ -27,6 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from widellm.calibrate.calibration import peak_memory_gb
+from widellm.evaluation.compare import SECOND_ORDER
 from widellm.evaluation.perplexity import perplexity
 from widellm.modeling.attach import set_budget, width_of
 from widellm.modeling.checkpoint import load
@@ -102,7 +103,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             if tokens:
                 if not target.exists():
                     again = any(Path(f"{target}.run").glob("checkpoint-*/manifest.json"))
-                    runs.append(train(source, target, Settings(stage=stage, tokens=tokens, **common), resume=again))
+                    # another order, so that stage 2 does not read the same documents again
+                    chosen = {**common, "seed": args.seed + (SECOND_ORDER if stage == "routers" else 0)}
+                    runs.append(train(source, target, Settings(stage=stage, tokens=tokens, **chosen), resume=again))
                 source = str(target)
     model, tokenizer = load(source, budget=1.0)
     windows = whole_text_windows(tokenizer, read_text(args.test), 1024, args.windows)

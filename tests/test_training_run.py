@@ -466,7 +466,7 @@ if os.environ.get("RANK", "0") == "0":
 def test_two_processes_with_fsdp_learn_like_one_and_resume(place: Path) -> None:
     script = place / "run.py"
     script.write_text(_SCRIPT.format(tests=str(Path(__file__).parent)))
-    fsdp = {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2}, "ddp_backend": "gloo"}
+    fsdp = {"fsdp": True, "fsdp_config": {"version": 2}, "ddp_backend": "gloo"}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
 
     def run(processes: int, out: str, mode: str, check: bool = True) -> None:

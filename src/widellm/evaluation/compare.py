@@ -24,6 +24,8 @@ from widellm.provenance import versions
 from widellm.sources.texts import read_text, whole_text_windows
 from widellm.training.run import Settings, read_config, train
 
+SECOND_ORDER = 1000
+"""Added to the seed of stage 1, where there are two."""
 Timer = Callable[[Any, Tensor, Sequence[float]], Sequence[Any]]
 """`bench.speed.measure`: (model, prompt [1, T], budgets) -> one object with the two speeds for each."""
 
@@ -92,7 +94,8 @@ def _train(directory: str, out: Path, plan: Plan, name: str, seed: int, progress
     if first:
         between = out.with_name(f"{out.name}.routers")
         if not between.exists():
-            stage = dataclasses.replace(settings, stage="routers", tokens=first)
+            # another order, so that stage 2 does not read the same documents again
+            stage = dataclasses.replace(settings, stage="routers", tokens=first, seed=seed + SECOND_ORDER)
             train(directory, between, stage, resume=_unfinished(between), progress=progress)
         directory = str(between)
     train(directory, out, settings, resume=_unfinished(out), progress=progress)

@@ -86,7 +86,7 @@ class Objective:
 
     @torch.no_grad()
     def evaluation_loss(self, call: Callable[..., Any], ids: Tensor) -> Tensor:
-        """Mean loss over `evaluated_budgets`, without noise or price, float32 []."""
+        """Mean loss over `evaluated_budgets`, without noise, float32 []."""
         self.gate.noise, self.gate.shift = 0.0, None
         dense = self._dense(call, ids)
         return torch.stack([self._loss(call, ids, b, dense) for b in self.evaluated_budgets()]).mean()
@@ -120,7 +120,8 @@ class Objective:
             loss = loss + recipe.feature_weight * feature
         spent = spent_share(self.width.sublayers)
         self.parts["spent"] = float(spent.detach())
-        if training and self.prices is not None:
+        if self.prices is not None:
+            # in evaluation too: a checkpoint that spends more than asked must not look better for it
             loss = loss + price * (spent - budget)
         if training and recipe.penalty:
             distance = skip_penalty(self.width.sublayers, recipe.target, recipe.penalty_unit)

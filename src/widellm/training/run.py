@@ -150,6 +150,8 @@ def train(
         objective = Objective(model, recipe, prices, settings.seed)
         if settings.activation_checkpointing:
             checkpoint_activations(model)
+        # FSDP shards by the class of a decoder layer, and ours have classes of their own
+        model._no_split_modules = [type(width.layout.layers[0].layer).__name__]
         trainer = WidthTrainer(
             objective,
             optimisation,
@@ -171,8 +173,7 @@ def train(
         objective.remove()
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             model, width = _gathered(trainer, directory, settings, sample)
-        if settings.activation_checkpointing:
-            model.gradient_checkpointing_disable()
+        model = _plain(model)
     seconds = time.perf_counter() - start
     tokens = done * optimisation_rows(settings, arguments.world_size) * settings.window
     result = TrainResult(
@@ -304,6 +305,15 @@ def held_out_dataset(windows: Tensor) -> Any:
     """Windows int64 [n, T] as a `datasets.Dataset`."""
     datasets = require("datasets", "train", "training data")
     return datasets.Dataset.from_dict({"input_ids": windows.tolist()})
+
+
+def _plain(model: Any) -> Any:
+    """Undo what training alone needed, in place; returns the model."""
+    vars(model).pop("_no_split_modules", None)
+    # the name it has in newer transformers, else the old one
+    disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+    disable()
+    return model
 
 
 def checkpoint_activations(model: Any) -> None:

@@ -124,7 +124,9 @@ class WidthTrainer(Trainer):
     # ---- checkpoints ----
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Only what learns; `state_dict` is FSDP's, gathered."""
+        """Only what learns; `state_dict` is FSDP's, gathered on the process that saves."""
+        if not self.args.should_save:
+            return
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         source = dict(self.model.named_parameters()) if state_dict is None else state_dict
