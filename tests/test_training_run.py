@@ -25,7 +25,7 @@ from widellm.training import checkpoints
 from widellm.training.data import cache_key, packed_dataset, stream_windows, streamed_dataset
 from widellm.training.guards import Usage, first_not_finite, warnings_of
 from widellm.training.recipes import Optimisation, recipe_of
-from widellm.training.run import Interrupted, Settings, optimisation_rows, read_config, steps_of, train
+from widellm.training.run import Interrupted, Settings, _long_windows, optimisation_rows, read_config, steps_of, train
 
 for package in ("accelerate", "datasets", "peft"):
     pytest.importorskip(package, reason="the extra `train` is not installed")
@@ -326,6 +326,15 @@ def test_streamed_windows_are_the_packed_ones(place: Path) -> None:
     assert [r["input_ids"] for r in streamed] == packed["input_ids"][:]
     lazily = streamed_dataset(tokenizer, [text], 32)
     assert next(iter(lazily.skip(3)))["input_ids"] == packed[3]["input_ids"]
+
+
+def test_the_dial_is_measured_on_long_windows() -> None:
+    sample = torch.arange(64 * 40).view(64, 40)
+    joined = _long_windows(sample, 4096)
+    assert joined.shape == (2, 1000) and torch.equal(joined.flatten(), torch.arange(2000))
+    assert _long_windows(sample, 100).shape == (32, 80)
+    assert _long_windows(sample[:30], 4096) is not None and _long_windows(sample[:30], 4096).shape == (30, 40)
+    assert _long_windows(torch.zeros(4, 2048, dtype=torch.long), 4096).shape == (4, 2048)
 
 
 def test_several_texts_are_taken_in_turn(place: Path) -> None:

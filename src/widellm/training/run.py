@@ -33,6 +33,9 @@ from widellm.training.objective import Objective, start_prices
 from widellm.training.recipes import Optimisation, Recipe, recipe_of
 from widellm.training.start import prepare
 
+DIAL_WINDOW = 1024
+"""Tokens of a window on which the dial is measured."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -349,10 +352,11 @@ def _finish(
     merge_lora(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    probes = sample[: max(2, DIAL_PROBE_TOKENS // settings.window)]
+    shown = _long_windows(sample, getattr(model.config, "max_position_embeddings", DIAL_WINDOW))
+    probes = shown[: max(2, DIAL_PROBE_TOKENS // shown.shape[1])]
     width = width_of(model)
     width.dial = None
-    set_dial(model, measure_dial(model, sample, probes, lambda d, t: progress("dial", d, t)))
+    set_dial(model, measure_dial(model, shown, probes, lambda d, t: progress("dial", d, t)))
     set_budget(model, 1.0)
     record = {
         "recipe": dataclasses.asdict(settings.recipe),
@@ -365,6 +369,17 @@ def _finish(
     before = width.config.provenance
     trained = [*before.get("training", []), record]
     width.config = width.config.replace(provenance={**before, "budget": settings.budget, "training": trained})
+
+
+def _long_windows(sample: Tensor, context: int) -> Tensor:
+    """Consecutive windows int64 [n, T] joined to DIAL_WINDOW tokens, where there are enough of them.
+
+    Trained on short windows, a model is used on long ones; and the first tokens of a window, which are harder to do
+    without, would count too much.
+    """
+    length = min(DIAL_WINDOW, context) // sample.shape[1] * sample.shape[1]
+    rows = sample.numel() // length if length > sample.shape[1] else 0
+    return sample.flatten()[: rows * length].view(rows, length) if rows >= 2 else sample
 
 
 def _reporter(progress: Progress, steps: int) -> Any:
