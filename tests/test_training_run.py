@@ -286,6 +286,10 @@ def test_usage_counts_dead_and_always_on_groups() -> None:
     assert figures["always_on"] == pytest.approx(4 / 20) and figures["dead"] == pytest.approx(15 / 20)
     assert figures["density_attention"] == pytest.approx((1 + 0.5 + 1) / 8)
     assert figures["entropy"] == pytest.approx(1 / 20, abs=1e-6)
+    assert figures["density/layer_0_attention"] == pytest.approx(1.5 / 4)
+    assert figures["dead/layer_0_attention"] == pytest.approx(2 / 4)
+    assert figures["entropy/layer_0_attention"] == pytest.approx(1 / 4, abs=1e-6)
+    assert figures["density/layer_1_ffn"] == pytest.approx(1 / 6) and figures["entropy/layer_1_ffn"] < 1e-6
     assert usage.take() == {}
     found = warnings_of(figures)
     assert len(found) == 2 and "no token" in found[0] and "less than asked" in found[1]

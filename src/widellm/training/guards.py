@@ -46,7 +46,8 @@ class Usage:
         """Figures of all that was counted, and start again. Empty when nothing was.
 
         density_KIND: kept over all groups; dead, always_on: shares of all groups; entropy: mean over groups of the
-        entropy of being kept, in bits (0: never undecided); drift: spent minus wanted share of work.
+        entropy of being kept, in bits (0: never undecided); drift: spent minus wanted share of work. Density,
+        dead and entropy by sub-layer too, as `density/layer_3_ffn`, `dead/layer_3_ffn`, `entropy/layer_3_ffn`.
         """
         if self.tokens == 0:
             return {}
@@ -55,14 +56,24 @@ class Usage:
         for kind in KINDS:
             of_kind = torch.cat([r for r, s in zip(rates, self.width.sublayers, strict=True) if s.kind == kind])
             figures[f"density_{kind}"] = float(of_kind.mean())
-        rate = torch.cat(rates).double()
+        rate = torch.cat(rates)
         figures["dead"] = float((rate < RARE).double().mean())
         figures["always_on"] = float((rate > 1.0 - RARE).double().mean())
-        p = rate.clamp(1e-9, 1.0 - 1e-9)
-        figures["entropy"] = float(-(p * p.log2() + (1 - p) * (1 - p).log2()).mean())
+        figures["entropy"] = _entropy(rate)
+        for own, sub in zip(rates, self.width.sublayers, strict=True):
+            where = f"layer_{sub.layer_index}_{sub.kind}"
+            figures[f"density/{where}"] = float(own.mean())
+            figures[f"dead/{where}"] = float((own < RARE).double().mean())
+            figures[f"entropy/{where}"] = _entropy(own)
         figures["drift"] = self.off / self.batches
         self.__init__(self.width)  # type: ignore[misc]
         return figures
+
+
+def _entropy(rate: Tensor) -> float:
+    """Mean entropy, in bits, of decisions that keep with these probabilities."""
+    p = rate.double().clamp(1e-9, 1.0 - 1e-9)
+    return float(-(p * p.log2() + (1 - p) * (1 - p).log2()).mean())
 
 
 def warnings_of(figures: dict[str, float]) -> list[str]:
