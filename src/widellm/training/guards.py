@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from widellm.config import KINDS
 from widellm.modeling.attach import Width
 
 RARE = 0.001
@@ -52,7 +51,7 @@ class Usage:
             return {}
         figures: dict[str, float] = {}
         rates = [k / self.tokens for k in self.kept]
-        for kind in KINDS:
+        for kind in self.width.config.kinds:
             of_kind = torch.cat([r for r, s in zip(rates, self.width.sublayers, strict=True) if s.kind == kind])
             figures[f"density_{kind}"] = float(of_kind.mean())
         rate = torch.cat(rates).double()
