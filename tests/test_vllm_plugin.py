@@ -163,6 +163,14 @@ def test_directories_that_cannot_be_served_are_named(saved: tuple[Path, Width], 
         vllm.read_plan(folder)
 
 
+def test_routers_that_vllm_cannot_feed_are_refused(saved: tuple[Path, Width]) -> None:
+    folder, width = saved
+    config = width.config.replace(router_input="residual")
+    (folder / "width_config.json").write_text(config.to_json())
+    with pytest.raises(ConfigError, match="router_input=residual"):
+        vllm.read_plan(folder)
+
+
 def test_no_dial_means_dense_only(saved: tuple[Path, Width]) -> None:
     folder, _ = saved
     change(folder, lambda t: [t.pop("dial.budgets"), t.pop("dial.thresholds")])

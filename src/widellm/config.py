@@ -63,6 +63,8 @@ class WidthConfig:
         if not isinstance(self.kinds, (list, tuple)) or not self.kinds or not set(self.kinds) <= set(KINDS):
             raise ConfigError(f"kinds must name one or both of {', '.join(KINDS)}, got {self.kinds!r}")
         object.__setattr__(self, "kinds", tuple(kind for kind in KINDS if kind in self.kinds))
+        if self.decision == "layer" and self.kinds != KINDS:
+            raise ConfigError(f"decision layer is one for {' and '.join(KINDS)}, and only {self.kinds[0]} is routed")
         for name, known in (("router_input", ROUTER_INPUTS), ("decision", DECISIONS)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")

@@ -324,6 +324,7 @@ def locate(model: Any, family: Family | None = None) -> Layout:
 def _layer_modules(layer: Any, family: Family) -> LayerModules:
     attention, ffn = _get(layer, family.attention), _get(layer, family.mlp)
     in_ffn = ffn if "ffn" in family.kinds else None
+    before = getattr(layer, "do_layer_norm_before", True)  # OPT's smallest norm afterwards
     return LayerModules(
         layer=layer,
         attention=attention,
@@ -335,8 +336,8 @@ def _layer_modules(layer: Any, family: Family) -> LayerModules:
         gate_proj=None if family.gate_proj is None else _get(in_ffn, family.gate_proj),
         up_proj=_get(in_ffn, family.up_proj),
         down_proj=_get(in_ffn, family.down_proj),
-        attention_norm=None if family.attention_norm is None else _get(layer, family.attention_norm),
-        ffn_norm=None if family.ffn_norm is None else _get(layer, family.ffn_norm),
+        attention_norm=None if family.attention_norm is None or not before else _get(layer, family.attention_norm),
+        ffn_norm=None if family.ffn_norm is None or not before else _get(layer, family.ffn_norm),
     )
 
 

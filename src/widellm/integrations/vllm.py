@@ -154,6 +154,11 @@ def read_plan(folder: str | Path, settings: Any = None) -> Plan:
         config = WidthConfig.from_json((folder / CONFIG_FILE).read_text(encoding="utf-8"), str(folder / CONFIG_FILE))
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}: serve a directory that widellm prune wrote") from None
+    if config.router_input != "normed" or config.decision != "sublayer":
+        raise ConfigError(
+            f"{folder} has router_input={config.router_input} and decision={config.decision}, which vLLM's layers "
+            f"cannot give: serve one whose routers read their own sub-layer's input (recipe default)"
+        )
     with _open(folder / WEIGHTS_FILE) as file:
         found = {tuple(match.groups()) for match in map(_ROUTER.match, file.keys()) if match}
         places = sorted({(int(layer), KINDS.index(kind)) for layer, kind, _ in found})

@@ -21,7 +21,7 @@ from widellm.modeling.routed_attention import ATTENTION_NAME, OwnFFN, RoutedIn, 
 from widellm.modeling.routed_layer import Binding, NativeHead, RoutedLayer
 from widellm.modeling.routed_mlp import RoutedMLP, is_plain_linear, parts_of
 from widellm.modeling.routed_model import RoutedModel
-from widellm.modeling.swap import check_swappable, is_routed, routed, special_weight, unrouted
+from widellm.modeling.swap import check_swappable, has_adapters, is_routed, routed, special_weight, unrouted
 from widellm.routing.budget import Dial, WorkCounter, group_cost, routable_share
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
@@ -208,8 +208,14 @@ def settle(model: Any, permute: bool) -> None:
 
 
 def detach(model: Any) -> Any:
-    """Give back the dense model, bit for bit, in place; returns it."""
+    """Give back the dense model, bit for bit, in place; returns it.
+
+    Raises ConfigError, with nothing changed, where adapters sit on regrouped channels: their order would be lost.
+    """
     width = width_of(model)
+    for modules, permutation in zip(width.layout.layers, width.permutations, strict=True):
+        if not _is_identity(permutation) and has_adapters(modules.layer if modules.mlp is None else modules.mlp):
+            raise ConfigError("adapters are on regrouped channels: merge or unload them before widellm.detach")
     for index, modules in enumerate(width.layout.layers):
         if is_routed(modules.layer, RoutedLayer):
             unrouted(modules.layer, RoutedLayer)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from widellm.errors import ConfigError
+from widellm.kernels import masked
 from widellm.modeling.attach import width_of
+from widellm.modeling.decide import weigh
+from widellm.modeling.linears import matrix
+from widellm.modeling.routed_attention import RoutedOut
+from widellm.modeling.swap import is_routed
 from widellm.optional import require
+from widellm.routing.state import SubLayer
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -26,7 +33,8 @@ def add_lora(model: Any, rank: int, alpha: float, dropout: float, seed: int = 0)
     if lora_layers(model):
         raise ConfigError("this model has LoRA adapters already: merge them first")
     family = width.layout.family
-    names = [name for part in PROJECTIONS if (name := getattr(family, part)) is not None]
+    parts = PROJECTIONS if "ffn" in family.kinds else PROJECTIONS[:4]  # experts are no linears
+    names = [name for part in parts if (name := getattr(family, part)) is not None]
     config = peft.LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=dropout, bias="none", target_modules=sorted(set(names))
     )
@@ -37,8 +45,29 @@ def add_lora(model: Any, rank: int, alpha: float, dropout: float, seed: int = 0)
     for layer in layers:
         layer.lora_A.float()
         layer.lora_B.float()
-    _refresh(model)
+        base = layer.get_base_layer()
+        if is_routed(base, RoutedOut):
+            layer.register_forward_pre_hook(partial(_narrow_input, base._width))
     return len(layers)
+
+
+def _narrow_input(sub: SubLayer, layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What an adapter on o or down reads: as weighed, or without what is dropped, where the input is still whole.
+
+    Once folded in, the adapter reads no dropped group; it must not learn from one.
+    """
+    h, *rest = args
+    if sub.threshold is None:
+        return None
+    if sub.gate is not None:
+        if sub.weights is None or sub.weighed:
+            return None
+        sub.weighed = True
+        return (weigh(h, sub.weights.view(*h.shape[:-1], -1), sub.groups), *rest)
+    if sub.keep is None:
+        return None
+    rows = h.reshape(-1, h.shape[-1])
+    return (masked.drop(rows, sub.keep.reshape(-1, sub.groups)).view(h.shape), *rest)
 
 
 def lora_layers(model: Any) -> list[Any]:
@@ -66,7 +95,7 @@ def narrow_products(model: Any) -> Iterator[None]:
     Nothing changes where that is float32. Routers stay in float32.
     """
     layers = lora_layers(model)
-    weight = width_of(model).layout.layers[0].up_proj.weight
+    weight = width_of(model).layout.layers[0].q_proj.weight
     if not layers or weight.dtype not in (torch.bfloat16, torch.float16):
         yield
         return
@@ -92,24 +121,12 @@ def merge_lora(model: Any) -> int:
             if not (hasattr(child, "lora_A") and hasattr(child, "get_base_layer")):
                 continue
             base = child.get_base_layer()
-            total = base.weight.float()
+            weight = matrix(base)
+            total = weight.float()
             for adapter in child.active_adapters:
                 up, down = child.lora_B[adapter].weight.float(), child.lora_A[adapter].weight.float()
                 total = total + child.scaling[adapter] * (up @ down)
-            base.weight.copy_(total)  # keeps the strides: o and down may be stored input-major
+            weight.copy_(total)  # keeps the strides: o and down may be stored input-major
             setattr(parent, name, base)
             count += 1
-    _refresh(model)
     return count
-
-
-def _refresh(model: Any) -> None:
-    """A routed MLP calls its projections through a tuple: point it at what is there now."""
-    width = width_of(model)
-    family = width.layout.family
-    for modules in width.layout.layers:
-        mlp = modules.mlp
-        if not hasattr(mlp, "_parts"):
-            continue  # an FFN that is no module, or is not routed
-        gate = None if family.gate_proj is None else getattr(mlp, family.gate_proj)
-        mlp._parts = (gate, getattr(mlp, family.up_proj), getattr(mlp, family.down_proj), mlp._parts[3])

@@ -34,6 +34,8 @@ class _HeadLoss(torch.autograd.Function):
         labels: Tensor | None,
         label_share: float,
         temperature: float,
+        divisor: float,
+        cap: float | None,
     ) -> Tensor:
         wants_gradient = ctx.needs_input_grad[0]
         gradient = torch.zeros_like(hidden) if wants_gradient else None
@@ -42,11 +44,11 @@ class _HeadLoss(torch.autograd.Function):
         counted = 0 if labels is None else int((labels != IGNORED).sum())
         for start in range(0, rows, _CHUNK):
             part = slice(start, min(start + _CHUNK, rows))
-            logits = nn.functional.linear(hidden[part], weight, bias).float()
+            logits, bend = _finished(nn.functional.linear(hidden[part], weight, bias).float(), divisor, cap)
             slope = None
             if target is not None and label_share < 1.0:
                 scale = (1.0 - label_share) / rows
-                dense = nn.functional.linear(target[part], weight, bias).float()
+                dense, _ = _finished(nn.functional.linear(target[part], weight, bias).float(), divisor, cap)
                 # the arrays are large and few passes over them are the point: no division by 1, no log_softmax
                 routed = logits if temperature == 1.0 else logits / temperature
                 dense = dense if temperature == 1.0 else dense.div_(temperature)
@@ -67,6 +69,8 @@ class _HeadLoss(torch.autograd.Function):
                     q.mul_(scale * known[:, None])
                     slope = q if slope is None else slope.add_(q)
             if gradient is not None and slope is not None:
+                slope = slope if bend is None else slope.mul_(bend)
+                slope = slope if divisor == 1.0 else slope.div_(divisor)
                 gradient[part] = slope.to(weight.dtype) @ weight
         if gradient is not None:
             ctx.save_for_backward(gradient)
@@ -75,7 +79,16 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad.to(gradient.dtype), None, None, None, None, None, None)
+        return (gradient * grad.to(gradient.dtype), *[None] * 8)
+
+
+def _finished(logits: Tensor, divisor: float, cap: float | None) -> tuple[Tensor, Tensor | None]:
+    """(what the model makes of its head's float32 output, the derivative of the cap or None), in place."""
+    logits = logits if divisor == 1.0 else logits.div_(divisor)
+    if cap is None:
+        return logits, None
+    bent = logits.div_(cap).tanh_()
+    return bent * cap, 1.0 - bent.square()
 
 
 def _log_sum(logits: Tensor, softmax: Tensor) -> Tensor:
@@ -91,16 +104,24 @@ def head_loss(
     labels: Tensor | None = None,
     label_share: float = 0.0,
     temperature: float = 1.0,
+    divisor: float = 1.0,
+    cap: float | None = None,
 ) -> Tensor:
     """Mean over rows of (1 - label_share) * T^2 KL(softmax(dense / T) || softmax(routed / T)) + label_share * NLL.
 
     hidden [N, D]: what the frozen `head` (a linear with `weight` [V, D]) projects; target [N, D]: the same of the dense
-    model, needed where label_share < 1; labels int64 [N], IGNORED where there is none. float32 [], in nats; the
-    gradient goes to `hidden` alone. T^2 keeps the gradient's size (Hinton et al. 2015, arXiv 1503.02531).
+    model, needed where label_share < 1; labels int64 [N], IGNORED where there is none. Logits are what the head gives
+    over `divisor`, then squeezed into +-`cap` by tanh (None: not), see `after_head`. float32 [], in nats; the gradient
+    goes to `hidden` alone. T^2 keeps the gradient's size (Hinton et al. 2015, arXiv 1503.02531).
     """
     weight, bias = (None if w is None else _whole(w.detach()) for w in (head.weight, head.bias))
-    loss: Tensor = _HeadLoss.apply(hidden, weight, bias, target, labels, label_share, temperature)
+    loss: Tensor = _HeadLoss.apply(hidden, weight, bias, target, labels, label_share, temperature, divisor, cap)
     return loss
+
+
+def after_head(config: Any) -> tuple[float, float | None]:
+    """(divisor, cap) that a model puts between its head and its logits: Granite's scaling, Gemma 2's soft cap."""
+    return float(getattr(config, "logits_scaling", None) or 1.0), getattr(config, "final_logit_softcapping", None)
 
 
 def _whole(weight: Tensor) -> Tensor:
@@ -171,7 +192,8 @@ def skip_penalty(sublayers: Sequence[SubLayer], target: Target, unit: str = "gro
     multiply-adds saved. Two targets: the mean of one distance each.
     """
     if isinstance(target, tuple):
-        parts = [([s for s in sublayers if s.kind == k], t) for k, t in zip(KINDS, target, strict=True)]
+        of_kind = [([s for s in sublayers if s.kind == k], t) for k, t in zip(KINDS, target, strict=True)]
+        parts = [(found, wanted) for found, wanted in of_kind if found]
     else:
         parts = [(list(sublayers), target)]
     distances = []

@@ -15,6 +15,7 @@ from widellm.training.gate import StraightThroughGate
 from widellm.training.lora import narrow_products, without_lora
 from widellm.training.losses import (
     IGNORED,
+    after_head,
     feature_loss,
     head_input,
     head_loss,
@@ -110,6 +111,7 @@ class Objective:
             labels,
             recipe.label_share,
             recipe.kl_temperature,
+            *after_head(self.model.config),
         )
         # FSDP gathers its outermost parameters for the backward when the model's own output gets a gradient
         loss = loss + 0.0 * result.logits.float().sum()

@@ -366,7 +366,8 @@ def _finish(
         "seed": settings.seed,
         "versions": versions(),
     }
-    before = width.config.provenance
+    # what was measured before is not true of these weights
+    before = {name: value for name, value in width.config.provenance.items() if name != "results"}
     trained = [*before.get("training", []), record]
     width.config = width.config.replace(provenance={**before, "budget": settings.budget, "training": trained})
 

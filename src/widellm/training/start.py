@@ -10,23 +10,27 @@ from torch import Tensor, nn
 
 from widellm.config import WidthConfig
 from widellm.errors import ConfigError
-from widellm.families import locate
+from widellm.families import LayerModules, locate
 from widellm.modeling.attach import Width, attach, detach, is_attached, set_budget, width_of
+from widellm.modeling.linears import matrix
+from widellm.routing.state import SubLayer
 from widellm.training.recipes import Recipe
 
 
 def prepare(model: Any, recipe: Recipe, stage: str, windows: Tensor, seed: int = 0) -> Width:
     """Give `model` the routers that `stage` of `recipe` starts from, in place.
 
-    A random start is made for stage "routers" (of a routed model only the group sizes are kept); stage "recover" goes
-    on with the routers that are there. windows int64 [n, T]: text that a static score is measured on. Raises
+    A random start is made for stage "routers" (of a routed model the group sizes and kinds are kept); stage "recover"
+    goes on with the routers that are there. windows int64 [n, T]: text that a static score is measured on. Raises
     ConfigError when the model is not what the recipe needs.
     """
     if recipe.start == "random" and stage == "routers":
         sizes: dict[str, Any] = {}
         if is_attached(model):
             config = width_of(model).config
-            sizes = {n: getattr(config, n) for n in ("head_group_size", "ffn_group_size", "router_rank", "base")}
+            sizes = {n: getattr(config, n) for n in ("head_group_size", "ffn_group_size", "router_rank", "kinds")}
+            # the fingerprint is of regrouped weights, which they will not be
+            sizes["base"] = {n: v for n, v in config.base.items() if n != "fingerprint"}
             detach(model)
         return random_start(model, recipe, seed, **sizes)
     if not is_attached(model):
@@ -56,16 +60,18 @@ def random_start(
     head_group_size: int = 1,
     ffn_group_size: int = 64,
     router_rank: int = 32,
+    kinds: tuple[str, ...] | None = None,
     base: dict[str, str] | None = None,
 ) -> Width:
     """Attach routers with Kaiming-uniform weights (fan in, gain sqrt 2) and zero biases to a dense model, in place.
 
     Channels stay in the model's own order. One logit per group is the difference of the two classes' logits of the
     published router, so its second map is drawn as the difference of two such draws.
+    kinds: None, all that the family can route.
     """
     layout = locate(model)
     if recipe.whole_modules:
-        head_group_size, ffn_group_size = layout.num_attention_heads, layout.intermediate_size
+        head_group_size, ffn_group_size = layout.num_attention_heads, layout.intermediate_size or ffn_group_size
     width = attach(
         model,
         WidthConfig(
@@ -77,6 +83,7 @@ def random_start(
             router_input=recipe.router_input,
             decision=recipe.decision,
             base=base or {},
+            kinds=kinds or layout.family.kinds,
         ),
     )
     generator = torch.Generator().manual_seed(seed)
@@ -185,12 +192,8 @@ class _Statistics:
         found = []
         for place, sub in enumerate(self.width.sublayers):
             modules = self.width.layout.layers[sub.layer_index]
-            if sub.kind == "attention":
-                into, out = [modules.q_proj.weight], modules.o_proj.weight
-            else:
-                into = [m.weight for m in (modules.gate_proj, modules.up_proj) if m is not None]
-                out = modules.down_proj.weight
-            into, out = [w.double() for w in into], out.double()
+            into = [w.double() for w in _into(modules, sub)]
+            out = matrix(modules.o_proj if sub.kind == "attention" else modules.down_proj).double()
             first, second, inputs = self.first[place], self.second[place], self.inputs[place]
             assert first is not None and second is not None and inputs is not None
             if score == "magnitude":
@@ -203,3 +206,15 @@ class _Statistics:
                 raise ConfigError(f"score must be calibrated, magnitude, wanda or flap, got {score!r}")
             found.append(channel.view(sub.groups, -1).sum(1))
         return found
+
+
+def _into(modules: LayerModules, sub: SubLayer) -> list[Tensor]:
+    """Matrices [N, D] into the groups of a sub-layer, of fused linears the rows that are in groups."""
+    if sub.kind == "attention":
+        q = matrix(modules.q_proj)
+        if sub.blocks is None:
+            return [q]
+        return [q.view(len(sub.blocks), -1, q.shape[1])[sub.blocks.to(q.device) < sub.groups].flatten(0, 1)]
+    if modules.gate_proj is modules.up_proj:
+        return list(matrix(modules.up_proj).chunk(2))
+    return [matrix(m) for m in (modules.gate_proj, modules.up_proj) if m is not None]
