@@ -64,6 +64,7 @@ def test_the_package_is_a_command_too() -> None:
 
 
 @pytest.mark.requirement("R9")
+@pytest.mark.requirement("R41")
 @pytest.mark.requirement("R48")
 def test_prune_writes_a_model_a_table_and_json(tiny_checkpoint: Build, run: Run, tmp_path: Path) -> None:
     out, report = tmp_path / "routed", tmp_path / "report.json"
