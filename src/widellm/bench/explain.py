@@ -98,7 +98,7 @@ def _device(width: Width, index: int) -> str:
 
 
 def decode_form(width: Width, index: int) -> tuple[str, str]:
-    """("native layer" or "ops", why): whether a few rows run through this layer as two native calls."""
+    """("native layer" or "ops", why): whether a few rows run through this layer natively."""
     modules, layout = width.layout.layers[index], width.layout
     if special_weight(modules.o_proj) is not None:
         return "ops", obstacle(modules) or "its weights are quantised"
