@@ -52,7 +52,7 @@ def read_compare(path: str | Path, names: Collection[str]) -> list[dict[str, Any
         raise WidellmError(f"{path} has no rows: expected a list of objects with recipe, budget and perplexity")
     if any("model" in row for _, row in rows):
         rows = _of_model(path, rows, names)
-    found = []
+    found: list[dict[str, Any]] = []
     for i, row in rows:
         where = f"{path} row {i}"
         value: Any = row.get("perplexity", row.get("perplexity_mean"))
