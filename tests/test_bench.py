@@ -307,3 +307,10 @@ def test_doctor_explains_a_directory(routed_directory: Path, tmp_path: Path) -> 
 def test_model_rows_have_the_promised_keys() -> None:
     row = ModelRow("m", "prefill", 1.0, "transformers", 10.0, 1.0, 0.5).to_json()
     assert set(row) >= MODEL_KEYS and row["kind"] == "model"
+
+
+def test_attention_only_models_lend_no_masks(tmp_path: Path) -> None:
+    model = tiny_model("mixtral")
+    route(model)
+    save(model, tmp_path / "experts", tiny_tokenizer())
+    assert run._learned(str(tmp_path / "experts"), 8, lambda *a: None) is None

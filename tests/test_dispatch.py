@@ -13,9 +13,11 @@ import torch
 from routing_helpers import route
 from tiny import tiny_model
 from widellm.bench.explain import explain, op_shapes
+from widellm.config import WidthConfig
 from widellm.errors import BackendError
 from widellm.kernels import cost_table, cpu, dispatch, reference, registry
 from widellm.kernels.cost_table import CostTable, OpShape
+from widellm.modeling.attach import attach
 
 SHAPE = OpShape("routed_ffn", 16, 32, 4, torch.float32)
 
@@ -187,3 +189,11 @@ def test_explain_shows_measured_times_once_tuned() -> None:
     found = explain(model, 0.5)
     assert found["layers"][0]["ops"]["routed_ffn"]["512"][1].startswith("measured: ")
     assert str(cost_table.default_path()) in found["table"]
+
+
+@pytest.mark.parametrize("changes", [{"kinds": ("attention",)}, {"router_input": "residual"}])
+def test_explain_says_why_published_and_attention_only_models_decode_by_ops(changes: dict[str, Any]) -> None:
+    model = tiny_model()
+    attach(model, WidthConfig("llama", 2, 1, 8, **changes))
+    if cpu.availability()[0]:
+        assert "native layer has attention and FFN routed" in explain(model)["layers"][0]["decode"][1]

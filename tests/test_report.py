@@ -22,6 +22,7 @@ from widellm.modeling.checkpoint import save
 from widellm.optional import available
 from widellm.report import page, tokens
 from widellm.report.collect import collect
+from widellm.report.extras import read_compare
 from widellm.report.figures import export_png, figures_for, to_svg
 from widellm.report.summary import summary
 
@@ -321,3 +322,10 @@ def test_without_matplotlib_it_says_what_to_install(data: dict[str, Any], monkey
     monkeypatch.setattr(importlib, "import_module", refuse)
     with pytest.raises(MissingDependencyError, match=r"widellm\[report\]"):
         page.render(data)
+
+
+def test_recipes_of_several_seeds_become_one_row(tmp_path: Path) -> None:
+    rows = [{"recipe": "wide", "seed": s, "budget": 0.5, "perplexity": 10.0 + 2 * s} for s in range(2)]
+    (tmp_path / "results.json").write_text(json.dumps({"plan": {}, "rows": rows}))
+    (found,) = read_compare(tmp_path / "results.json", ["any"])
+    assert (found["perplexity"], found["std"]) == (11.0, pytest.approx(2**0.5))

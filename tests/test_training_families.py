@@ -127,3 +127,15 @@ def test_detach_with_adapters_on_regrouped_channels_is_refused() -> None:
         detach(model)
     merge_lora(model)
     assert not hasattr(detach(model), "_widellm")
+
+
+def test_one_decision_for_a_layer_holds_no_stream_after_a_forward() -> None:
+    model = tiny_model()
+    width = random_start(model, recipe_of("layer-skip"))
+    for sub in width.sublayers:
+        sub.threshold = 0.0
+    with torch.no_grad():
+        model(ids_of())
+    assert all(sub.residual is None and sub.keep is not None for sub in width.sublayers)
+    detach(model)
+    assert type(model.model.layers[0].post_attention_layernorm).__name__ == "LlamaRMSNorm"

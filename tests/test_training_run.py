@@ -21,6 +21,7 @@ from tiny import tiny_model, tiny_tokenizer
 from widellm.errors import CheckpointError, ConfigError, TextError, WidellmError
 from widellm.modeling.attach import set_budget, width_of
 from widellm.modeling.checkpoint import load, save
+from widellm.pipeline import record_results
 from widellm.training import checkpoints
 from widellm.training.data import cache_key, packed_dataset, stream_windows, streamed_dataset
 from widellm.training.guards import Usage, first_not_finite, warnings_of
@@ -504,3 +505,44 @@ def test_two_processes_with_fsdp_learn_like_one_and_resume(place: Path) -> None:
     two, cut = trained_tensors(place / "two"), trained_tensors(place / "cut")
     for name, tensor in two.items():
         torch.testing.assert_close(tensor, cut[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ({"recipe": {"start": "foo"}}, "start is one of calibrated, random, static"),
+        ({"recipe": {"budgets": "x"}}, "budgets is two numbers"),
+        ({"recipe": {"budgets": [0.5, 2.0]}}, "budget must be in"),
+        ({"trainer": {"nope": 1}}, "nope"),
+    ],
+)
+def test_a_config_that_means_nothing_is_one_line(place: Path, file: dict[str, Any], message: str) -> None:
+    path = place / "config.json"
+    path.write_text(json.dumps(file))
+    with pytest.raises(ConfigError, match=message):
+        recipe, trainer = read_config("default", path)
+        train(str(place / "in"), place / "out", dataclasses.replace(settings(place), recipe=recipe, trainer=trainer))
+    assert not (place / "out").exists()
+
+
+def test_a_comparison_checks_all_it_was_told_before_it_trains() -> None:
+    from widellm.evaluation.compare import Plan
+
+    with pytest.raises(ConfigError, match="there is no recipe 'nope'"):
+        Plan(("default", "nope"), ("text",), "text")
+
+
+def test_a_dense_start_remembers_its_base_and_training_forgets_old_results(place: Path) -> None:
+    tiny_model().save_pretrained(place / "dense")
+    tiny_tokenizer().save_pretrained(place / "dense")
+    run = settings(place, "layer-skip", stage="routers", tokens=256)
+    train(str(place / "dense"), place / "out", run)
+    model, tokenizer = load(place / "out")
+    assert width_of(model).config.base["name"] == str(place / "dense")
+    save(model, place / "adapter", tokenizer, form="adapter")  # its weights are the base's own
+    row = {"budget": 0.5, "saved_routable": 0.5, "saved_all_layers": 0.4, "perplexity": 2.0, "dense_perplexity": 1.0}
+    record_results(model, [{**row, "text": "some", "windows": 1, "window": 32}])
+    save(model, place / "measured", tokenizer)
+    train(str(place / "measured"), place / "again", settings(place, "layer-skip", tokens=256))
+    provenance = width_of(load(place / "again")[0]).config.provenance
+    assert "results" not in provenance and len(provenance["training"]) == 2

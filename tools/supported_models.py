@@ -62,7 +62,7 @@ says how to add a family. What is not here is refused by an error that names wha
 
 - **q, attention, o, FFN**: whether a token's dropped groups are skipped there by the CPU kernels ("yes"), computed
   although dropped ("no"), or not routed ("-"). Budgets count as saved only weights that are skipped.
-- **decode**: "layer" where a few rows run through a whole layer as two native calls, "ops" where op by op.
+- **decode**: "layer" where a few rows run through a whole layer natively, "ops" where op by op.
 - **contract**: checks that pass; the list below says what they are.
 
 | `model_type` | model | q | attention | o | FFN | decode | contract |

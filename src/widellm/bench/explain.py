@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from widellm.config import KINDS
 from widellm.kernels import cpu, dispatch
 from widellm.kernels.cost_table import OpShape
 from widellm.modeling.attach import Width, width_of
@@ -97,7 +98,7 @@ def _device(width: Width, index: int) -> str:
 
 
 def decode_form(width: Width, index: int) -> tuple[str, str]:
-    """("native layer" or "ops", why): whether a few rows run through this layer as two native calls."""
+    """("native layer" or "ops", why): whether a few rows run through this layer natively."""
     modules, layout = width.layout.layers[index], width.layout
     if special_weight(modules.o_proj) is not None:
         return "ops", obstacle(modules) or "its weights are quantised"
@@ -107,6 +108,9 @@ def decode_form(width: Width, index: int) -> tuple[str, str]:
     if not layout.family.plain_block:
         return "ops", f"family {layout.model_type}'s block is not one that the native layer computes"
     if not is_routed(modules.layer, RoutedLayer):
+        config = width.config
+        if config.kinds != KINDS or config.router_input != "normed" or config.decision != "sublayer":
+            return "ops", "the native layer has attention and FFN routed, each by its own normed input"
         return "ops", "the native backend was missing when routers were attached"
     weight = modules.o_proj.weight
     if weight.device.type != "cpu" or weight.dtype not in cpu.NATIVE_TYPES:

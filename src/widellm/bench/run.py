@@ -14,8 +14,10 @@ from widellm.bench.ops import PARTS as OP_PARTS
 from widellm.bench.ops import OpSettings, time_ops
 from widellm.bench.rows import ModelRow, OpRow
 from widellm.bench.zoo import RANDOM, check_model, routed_model, tokens_for
+from widellm.config import KINDS
 from widellm.errors import ConfigError
 from widellm.kernels import cost_table, dispatch
+from widellm.modeling.attach import width_of
 from widellm.provenance import versions
 
 RANDOM_MODEL = RANDOM + "llama-3.2-1b"
@@ -86,7 +88,7 @@ def bench(
     if names:
         learned = _learned(model, max(ops.rows), progress) if model is not None else None
         if learned is None:
-            result.notes.append("no learned masks: pass --model DIR with a routed directory")
+            result.notes.append("no learned masks: pass --model DIR with a routed directory of both kinds")
         result.ops = time_ops(replace(ops, ops=names), learned, progress)
     for part in chosen:
         if part in OP_PARTS:
@@ -99,9 +101,11 @@ def bench(
     return result
 
 
-def _learned(model: str, rows: int, progress: Callable[[str, int, int], None]) -> LearnedMasks:
+def _learned(model: str, rows: int, progress: Callable[[str, int, int], None]) -> LearnedMasks | None:
     progress("learned masks", 0, 1)
     loaded = routed_model(model, torch.bfloat16)
+    if width_of(loaded).config.kinds != KINDS:
+        return None
     masks = learned_masks(loaded, tokens_for(model, min(rows, 1024)))
     progress("learned masks", 1, 1)
     return masks

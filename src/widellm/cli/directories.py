@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from widellm.cli.options import Base, Column, Dtype, Threads, set_threads, torch_dtype
-from widellm.errors import WidellmError
+from widellm.cli.options import Base, Column, Dtype, Threads, numbers, set_threads, torch_dtype
 
 Directory = Annotated[Path, typer.Argument(help="Routed directory, full or adapter form.")]
 
@@ -48,10 +47,7 @@ def card(
     from widellm.pipeline import measure_card
 
     set_threads(threads)
-    try:
-        wanted = [float(part) for part in budgets.split(",")]
-    except ValueError:
-        raise WidellmError(f"--budgets must be numbers with commas between, got {budgets!r}") from None
+    wanted = numbers(budgets, "--budgets", float) or ()
     with show.progress() as progress:
         rows = measure_card(
             directory, text, wanted, window, max_windows, torch_dtype(dtype), column, base, progress=progress

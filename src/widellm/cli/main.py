@@ -167,5 +167,5 @@ def main() -> None:
         sys.exit(2)
     except SystemExit as stop:
         if stop.code == _INTERRUPTED:
-            typer.echo("stopped; nothing was written", err=True)
+            typer.echo("stopped; no half-written result is left", err=True)
         raise

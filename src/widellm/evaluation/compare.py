@@ -53,6 +53,8 @@ class Plan:
             check_budget(budget)
         if self.seeds < 1 or not self.recipes or not self.budgets:
             raise ConfigError("a comparison needs at least one recipe, seed and budget")
+        for name in self.recipes:  # a name that is wrong is said before hours of training
+            read_config(name, self.config)
 
 
 def run(
@@ -64,10 +66,10 @@ def run(
     routers, the rest recover.
     """
     out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = _read(out)
     if not any(r["recipe"] == "start" for r in rows):
         rows += evaluate(directory, plan, "start", 0, progress, timer)
+        out.mkdir(parents=True, exist_ok=True)
         _write(out, plan, rows)
     for seed in range(plan.seeds):
         for name in plan.recipes:

@@ -304,7 +304,8 @@ def check_permutations(permutations: Tensor, layers: int, channels: int) -> Tens
 def _behaviours(modules: LayerModules, kind: str, config: WidthConfig) -> list[tuple[Any, type]]:
     """(module, behaviour put before its class) of one sub-layer; the first holds its router."""
     norm = modules.attention_norm if kind == "attention" else modules.ffn_norm
-    tap = [(norm, ResidualTap)] if config.router_input == "residual" else []
+    follows = kind == "ffn" and config.decision == "layer"  # reads nothing, and would hold the stream for nothing
+    tap = [(norm, ResidualTap)] if config.router_input == "residual" and not follows else []
     if kind == "attention":
         return [(modules.q_proj, RoutedIn), (modules.o_proj, RoutedOut), *tap]
     if modules.mlp is not None:

@@ -11,7 +11,15 @@ from widellm.config import WidthConfig
 from widellm.routing.budget import Dial
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_SETTINGS = ("head_group_size", "ffn_group_size", "router_rank", "num_hidden_layers")
+_SETTINGS = (
+    "kinds",
+    "head_group_size",
+    "ffn_group_size",
+    "router_rank",
+    "router_input",
+    "decision",
+    "num_hidden_layers",
+)
 
 
 def model_card(config: WidthConfig, dial: Dial | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def read_bench(path: str | Path, names: Collection[str]) -> list[dict[str, Any]]
     """
     rows = [(i, row) for i, row in enumerate(_rows(path)) if row.get("kind", "model") == "model"]
     if not rows:
-        raise WidellmError(f'{path} has no row with kind "model": make it with widellm bench DIR --json FILE')
+        raise WidellmError(f'{path} has no row with kind "model": make it with widellm bench --model DIR --json FILE')
     found = []
     for i, row in _of_model(path, rows, names):
         where = f"{path} row {i}"
@@ -42,14 +43,16 @@ def read_compare(path: str | Path, names: Collection[str]) -> list[dict[str, Any
     """Rows of a file of recipes: recipe, budget, perplexity (mean), std (None where one run was made).
 
     A row's perplexity is a number, `perplexity_mean` and `perplexity_std`, or {"mean": ..., "std": ...}; its `model`
-    may be missing. Raises WidellmError as `read_bench` does.
+    may be missing. Rows of one recipe and budget (a seed each, as `widellm compare` writes) become one.
+
+    Raises WidellmError as `read_bench` does.
     """
     rows = list(enumerate(_rows(path)))
     if not rows:
         raise WidellmError(f"{path} has no rows: expected a list of objects with recipe, budget and perplexity")
     if any("model" in row for _, row in rows):
         rows = _of_model(path, rows, names)
-    found = []
+    found: list[dict[str, Any]] = []
     for i, row in rows:
         where = f"{path} row {i}"
         value: Any = row.get("perplexity", row.get("perplexity_mean"))
@@ -64,7 +67,15 @@ def read_compare(path: str | Path, names: Collection[str]) -> list[dict[str, Any
                 "std": None if std is None else _number(std, "std", where, low=-1e-12),
             }
         )
-    return sorted(found, key=lambda r: (r["recipe"], r["budget"]))
+    seeds: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for row in found:
+        seeds.setdefault((row["recipe"], row["budget"]), []).append(row)
+    return [rows[0] if len(rows) == 1 else _over_seeds(rows) for _, rows in sorted(seeds.items())]
+
+
+def _over_seeds(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    values = [row["perplexity"] for row in rows]
+    return {**rows[0], "perplexity": statistics.mean(values), "std": statistics.stdev(values)}
 
 
 def _rows(path: str | Path) -> list[dict[str, Any]]:

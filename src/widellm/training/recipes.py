@@ -6,11 +6,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from widellm.config import DECISIONS, ROUTER_INPUTS, check_budget
 from widellm.errors import ConfigError
 
 STAGES = ("routers", "recover")
 STARTS = ("calibrated", "random", "static")
 SCORES = ("calibrated", "magnitude", "wanda", "flap")
+UNITS = ("groups", "work")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Recipe:
     penalty: float = 0.0
     """Weight of |target - skipped|, for recipes that have no thresholds to steer."""
     penalty_unit: str = "groups"
+    """"groups" or "work"; see `losses.skip_penalty`."""
     target: float | tuple[float, float] = 0.5
     """Share to be skipped, with `penalty`: of both kinds together, or (attention, FFN)."""
     noise: float = 0.5
@@ -72,6 +75,24 @@ class Recipe:
     up_lr_factor: float = 1.0
     """Learning rate of the routers' second map over that of the first (weight decay is divided by it). 2 makes one
     logit per group, the difference of two, move as the two classes of the published router do under AdamW."""
+
+    def __post_init__(self) -> None:
+        names = {
+            "start": STARTS,
+            "score": SCORES,
+            "router_input": ROUTER_INPUTS,
+            "decision": DECISIONS,
+            "penalty_unit": UNITS,
+        }
+        for name, known in names.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"a recipe's {name} is one of {', '.join(known)}, got {getattr(self, name)!r}")
+        for name in ("budgets", "temperature"):
+            pair = getattr(self, name)
+            if (pair is not None or name != "budgets") and not (isinstance(pair, tuple) and len(pair) == 2):
+                raise ConfigError(f"a recipe's {name} is two numbers, got {pair!r}")
+        for budget in self.budgets or ():
+            check_budget(budget)
 
     def stage(self, name: str) -> Optimisation:
         """The settings of a stage."""

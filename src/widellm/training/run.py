@@ -264,13 +264,17 @@ def _arguments(settings: Settings, run: Path) -> Any:
         "seed": settings.seed,
         "use_cpu": not torch.cuda.is_available(),
     }
-    return TrainingArguments(**{**fields, **settings.trainer})
+    try:
+        return TrainingArguments(**{**fields, **settings.trainer})
+    except (TypeError, ValueError, ImportError) as error:
+        raise ConfigError(f"these trainer settings do not do ({one_line(error, 160)}): mend --config") from error
 
 
 def _read(directory: str) -> tuple[Any, Any]:
     if is_routed_directory(directory):
         return load(directory, budget=1.0)
     dense = load_dense(directory)
+    dense.model.name_or_path = dense.source
     return dense.model, dense.tokenizer
 
 

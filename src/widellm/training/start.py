@@ -25,7 +25,7 @@ def prepare(model: Any, recipe: Recipe, stage: str, windows: Tensor, seed: int =
     ConfigError when the model is not what the recipe needs.
     """
     if recipe.start == "random" and stage == "routers":
-        sizes: dict[str, Any] = {}
+        sizes: dict[str, Any] = {"base": {"name": str(getattr(model, "name_or_path", ""))}}
         if is_attached(model):
             config = width_of(model).config
             sizes = {n: getattr(config, n) for n in ("head_group_size", "ffn_group_size", "router_rank", "kinds")}
