@@ -55,9 +55,10 @@ def router_logits(model: Any, windows: Tensor) -> Collector:
     collector = Collector(width)
 
     def note(place: int, logits: Tensor) -> None:
-        # whole rows: a stride over single logits could fall in step with the groups and miss some of them
+        # Whole rows: a stride over single logits could fall in step with the groups and miss some of them. Not from the
+        # first row on: the first token of a window is unlike any other, and would count as often as `step` of those.
         step = max(1, windows.numel() * logits.shape[-1] // collector.limit)
-        collector.logits[place].append(logits.flatten(0, -2)[::step].flatten().cpu())
+        collector.logits[place].append(logits.flatten(0, -2)[step // 2 :: step].flatten().cpu())
 
     with width.watch(note):
         for window in windows:
