@@ -12,7 +12,7 @@ import torch
 
 from widellm.errors import BackendError
 
-ABI = 2
+ABI = 3
 LEVELS = {"portable": 0, "avx2": 1, "avx512bf16": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -66,6 +66,11 @@ Rest = _struct(
     "i.batch i.tokens i.keys p.x i.ldx p.q p.keep p.k i.k_batch i.k_token i.k_head p.v i.v_batch i.v_token i.v_head "
     "p.mask i.mask_kind i.mask_batch i.mask_query p.start i.causal i.window p.out p.ffn_keep i.attention_only",
 )
+Stack = _struct(
+    "Stack",
+    "i.count i.threads p.layers i.batch i.tokens i.keys p.x p.cosine p.sine i.rope_batch p.k p.v "
+    "i.kv_batch i.kv_token i.kv_head p.mask i.mask_kind i.mask_batch i.mask_query i.causal p.out p.keep p.ffn_keep",
+)
 
 _FUNCTIONS = {
     "widellm_abi": [],
@@ -81,6 +86,7 @@ _FUNCTIONS = {
     "widellm_layer_qkv": [POINTER(Layer), POINTER(Qkv)],
     "widellm_layer_rest": [POINTER(Layer), POINTER(Rest)],
     "widellm_layer_step": [POINTER(Layer), POINTER(Qkv), POINTER(Rest)],
+    "widellm_stack_step": [POINTER(Stack)],
 }
 
 
