@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import Structure, addressof
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +55,16 @@ class FusedLayer:
         self._dim, self._rotary = struct.head_dim, struct.rotary_dim
         self._attn_groups, self._ffn_groups = struct.attn_groups, struct.ffn_groups
         self._router_maps = (struct.attn_router.down, struct.ffn_router.down)
+        self.sizes = (
+            self._dtype,
+            self._hidden,
+            self._kv_heads,
+            self._dim,
+            self._rotary,
+            self._attn_groups,
+            self._ffn_groups,
+        )
+        """What the layers of one `FusedStack` have in common."""
         self._max_rows = native.few_rows()
         self._call_qkv: Callable[..., int] = native.library().widellm_layer_qkv
         self._call_rest: Callable[..., int] = native.library().widellm_layer_rest
@@ -163,6 +172,11 @@ class FusedLayer:
                 return True
         return False
 
+    def settle(self) -> None:
+        """Have the weights held in large pages where the system can: they are read up to a sixth faster."""
+        for alias in self._alive:
+            native.large_pages(alias)
+
     def set_thresholds(self, attn: float | None, ffn: float | None) -> None:
         """Thresholds of the two routers; None turns a router off (everything is kept). Ignored where none is bound."""
         routers = (self._struct.attn_router, self._struct.ffn_router)
@@ -178,11 +192,6 @@ class FusedLayer:
     def max_rows(self) -> int:
         """Most rows B * T that one call takes."""
         return self._max_rows
-
-    @property
-    def sizes(self) -> tuple[Any, ...]:
-        """What layers of one `FusedStack` have in common: dtype, hidden size, heads, head size, rotary, groups."""
-        return self._dtype, self._hidden, self._kv_heads, self._dim, self._rotary, self._attn_groups, self._ffn_groups
 
     @property
     def address(self) -> int:

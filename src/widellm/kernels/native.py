@@ -77,6 +77,7 @@ _FUNCTIONS = {
     "widellm_few_rows": [],
     "widellm_level": [c_int64],
     "widellm_team": [c_int64],
+    "widellm_large_pages": [c_void_p, c_int64],
     "widellm_release_scratch": [],
     "widellm_fill_scratch": [c_int64],
     "widellm_routed_ffn": [POINTER(Ffn)],
@@ -145,6 +146,14 @@ def levels() -> list[str]:
 def few_rows() -> int:
     """Up to this many rows (inclusive) the kernels of few rows run, and `FusedLayer` can be used."""
     return int(library().widellm_few_rows())
+
+
+def large_pages(t: torch.Tensor) -> int:
+    """Ask the system to hold a dense CPU tensor's memory in large pages, in place; how many bytes it did it for.
+
+    0 where the system cannot (only Linux can, and not for a mapped file), or the tensor is smaller than such a page.
+    """
+    return int(library().widellm_large_pages(t.data_ptr(), t.numel() * t.element_size()))
 
 
 def run_fields(dtype: torch.dtype, isa: str | None, work: int) -> Structure:

@@ -70,17 +70,18 @@ def followers(layer: Any, room: Room, x: Tensor, kwargs: dict[str, Any]) -> list
         return []
     if index >= len(layout.layers) or layout.layers[index].layer is not layer:
         return []
+    cache, turns = cache_in(kwargs), rotates(modules, layout)
     found: list[tuple[Any, Room]] = []
     for after in layout.layers[index + 1 :]:
         native = getattr(after.layer, "_native", None)
         if native is None or _watched(after.layer) or not _wanted(native[-1]):
             break
-        if rotates(after, layout) != rotates(modules, layout) or not after.layer._fits(x, kwargs):
+        if rotates(after, layout) != turns or not after.layer._follows(x, kwargs):
             break
-        behind = room_behind(cache_in(kwargs), after.attention.layer_idx, batch, tokens)
-        if behind is None or behind.keys.shape != room.keys.shape or native[-1].fused.sizes != binding.fused.sizes:
+        behind = room_behind(cache, after.attention.layer_idx, batch, tokens)
+        if behind is None or behind.form != room.form or behind.length != room.length:
             break
-        if any(a.shape != b.shape for a, b in zip(behind.buffers, room.buffers, strict=True)):
+        if native[-1].fused.sizes != binding.fused.sizes:
             break
         found.append((after.layer, behind))
     return found
@@ -98,7 +99,7 @@ def stack_step(
     rooms = [room, *(behind for _, behind in others)]
     cos, sin = kwargs["position_embeddings"] if rotates(modules, layout) else (None, None)
     k, v = ([r.buffers[i] for r in rooms] for i in (0, 1))
-    keys = room.keys.shape[2] + x.shape[1]
+    keys = room.length + x.shape[1]
     results = stack.step(x, cos, sin, k, v, keys, mask=kwargs.get("attention_mask"))
     outs, keeps, ffn_keeps = (t.unbind(0) for t in results)
     for i, (other, behind) in enumerate(others, start=1):

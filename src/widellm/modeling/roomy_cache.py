@@ -30,16 +30,18 @@ class Room:
         for buffer, t in zip(self.buffers, (keys, values), strict=True):
             buffer[:, :, :length].copy_(t)
         self.keys, self.values = keys, values
+        self.length = length
+        self.form = (self.buffers[0].shape, self.buffers[1].shape)
 
     def holds(self, layer: Any, tokens: int) -> bool:
         """Whether a cache layer's tensors are the views named here, with `tokens` unwritten positions behind them."""
         mine = self.keys is layer.keys and self.values is layer.values
-        return mine and self.keys.shape[2] + tokens <= self.buffers[0].shape[2]
+        return mine and self.length + tokens <= self.form[0][2]
 
     def extend(self, layer: Any, tokens: int) -> tuple[Tensor, Tensor]:
         """Give a cache layer, whose tensors are the views named here, views with `tokens` positions more."""
-        length = self.keys.shape[2] + tokens
-        self.keys, self.values = self.buffers[0].narrow(2, 0, length), self.buffers[1].narrow(2, 0, length)
+        self.length += tokens
+        self.keys, self.values = (buffer.narrow(2, 0, self.length) for buffer in self.buffers)
         layer.keys, layer.values = self.keys, self.values
         return self.keys, self.values
 
@@ -55,10 +57,11 @@ def room_behind(cache: Any, index: int, batch: int, tokens: int) -> Room | None:
     layer = cache.layers[index]
     if type(layer) is not DynamicLayer or not layer.is_initialized:
         return None
+    room: Room | None = layer.__dict__.get("_widellm_room")
+    if room is not None and room.form[0][0] == batch and room.holds(layer, tokens):
+        return room
     keys, values = layer.keys, layer.values
     if keys.ndim != 4 or keys.shape[0] != batch or keys.device.type != "cpu" or keys.shape[:3] != values.shape[:3]:
         return None
-    room: Room | None = getattr(layer, "_widellm_room", None)
-    if room is None or not room.holds(layer, tokens):
-        room = layer._widellm_room = Room(keys, values, tokens)
+    room = layer._widellm_room = Room(keys, values, tokens)
     return room

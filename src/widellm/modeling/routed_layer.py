@@ -14,7 +14,7 @@ from torch import Tensor
 
 from widellm.errors import BackendError
 from widellm.families import LayerModules, Layout
-from widellm.kernels import cpu
+from widellm.kernels import cpu, native
 from widellm.kernels.fused import FusedLayer
 from widellm.kernels.fused_stack import FusedStack
 from widellm.modeling.ahead import Ahead, cache_in, followers, rotates, stack_step
@@ -50,6 +50,8 @@ class Binding:
         self.setting: tuple[float | None, float | None, bool] | None = None
         self.sources: list[tuple[Any, int]] = []
         """Fused linears, of which parts are bound, and where their weights were."""
+        self.parts: list[tuple[dict[str, Any], str, Any]] = []
+        """The children of the attention and the FFN, as (their parent's, name, child) when the layer was bound."""
         self.ahead: Ahead | None = None
         """What an earlier layer's call has computed for this layer's next one."""
         self.misses = 0
@@ -71,7 +73,16 @@ class Binding:
         """Whether the layer has to be bound (again)."""
         if self.fused is None or self.fused.stale():
             return True
-        return any(linear.weight.data_ptr() != address for linear, address in self.sources)
+        return any(linear._parameters["weight"].data_ptr() != address for linear, address in self.sources)
+
+    def unchanged(self) -> bool:
+        """Whether everything inside is as it was when the layer was bound, and without hooks. Some microseconds."""
+        for home, name, child in self.parts:
+            if home.get(name) is not child or child._forward_hooks or child._forward_pre_hooks:
+                return False
+            if "forward" in child.__dict__:
+                return False
+        return bool(self.parts) and not self.stale()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         return Binding()
@@ -141,9 +152,23 @@ class RoutedLayer:
             if hidden.dtype not in cpu.NATIVE_TYPES or obstacle(modules) is not None:
                 return False
             binding.fused = bind(modules, layout, kwargs["position_embeddings"][0].shape[-1])
+            if binding.fused is None:
+                return False
+            binding.fused.settle()
             binding.sources = [(m, m.weight.data_ptr()) for m in (modules.q_proj, modules.up_proj)]
             binding.setting = None
+            homes = [m._modules for m in (modules.attention, modules.mlp) if m is not None]
+            binding.parts = [(home, name, child) for home in homes for name, child in home.items() if child is not None]
         return True
+
+    def _follows(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
+        """`_fits`, sooner: of a call that fits the layer before this one."""
+        _, _, attention, ffn, regrouped, binding = self._native
+        gated = attention.gate is not None or ffn.gate is not None
+        usual = attention.backend == ffn.backend == "auto" and (regrouped or attention.threshold is not None)
+        if usual and not gated and not torch.is_grad_enabled() and binding.unchanged():
+            return True
+        return self._fits(hidden, kwargs)
 
 
 def _told(attention: SubLayer, ffn: SubLayer, out: Tensor, keep: Tensor, ffn_keep: Tensor) -> Tensor:
@@ -158,16 +183,21 @@ class NativeHead:
 
     _width: SubLayer
     """Any sub-layer of the model: it says which backend is wanted."""
+    _settled = 0
+    """Where the weight was when it was put into large pages."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight  # type: ignore[attr-defined]
         bias: Tensor | None = self.bias  # type: ignore[attr-defined]
         rows = x.numel() // x.shape[-1]
-        native = x.device.type == "cpu" and x.dtype == weight.dtype and x.dtype in cpu.NATIVE_TYPES
+        known = x.device.type == "cpu" and x.dtype == weight.dtype and x.dtype in cpu.NATIVE_TYPES
         needs_graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         few = 0 < rows <= cpu.few_rows() and self._width.backend in ("auto", "cpu")
-        if not (native and few) or needs_graph or torch.compiler.is_compiling():
+        if not (known and few) or needs_graph or torch.compiler.is_compiling():
             return super().forward(x)  # type: ignore[misc]
+        if self._settled != weight.data_ptr():
+            native.large_pages(weight)
+            self._settled = weight.data_ptr()
         return cpu.linear(x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], -1)
 
 
