@@ -283,3 +283,12 @@ def test_a_stack_refuses_what_does_not_fit() -> None:
         stack.step(x, None, None, good, [good[0], torch.zeros(1, K, 6, d)], 3)
     with pytest.raises(ValueError, match="contiguous"):
         stack.step(x, None, None, good, [good[0], torch.zeros(1, K, d, 5).transpose(2, 3)], 3)
+
+
+def test_large_pages_keep_what_is_in_them() -> None:
+    t = torch.arange(3 << 20, dtype=torch.int32)
+    part = t[1000 : 2 << 20]
+    address, pages = t.data_ptr(), native.large_pages(part)
+    assert 0 <= pages <= 5 and t.data_ptr() == address
+    assert torch.equal(t, torch.arange(3 << 20, dtype=torch.int32))
+    assert native.large_pages(t[:0]) >= 0

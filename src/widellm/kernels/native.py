@@ -149,9 +149,9 @@ def few_rows() -> int:
 
 
 def large_pages(t: torch.Tensor) -> int:
-    """Ask the system to hold a dense CPU tensor's memory in large pages, in place; how many bytes it did it for.
+    """Ask the system to hold a dense CPU tensor's memory (and what shares a page with it) in large pages, in place.
 
-    0 where the system cannot (only Linux can, and not for a mapped file), or the tensor is smaller than such a page.
+    Returns how many pages it did so: 0 where it cannot (only Linux can, and not for a mapped file).
     """
     return int(library().widellm_large_pages(t.data_ptr(), t.numel() * t.element_size()))
 

@@ -126,7 +126,7 @@ struct WideRest {                                 // attention over the cache, o
   int64_t attention_only;                         // 1: out is the residual stream after attention, ffn_keep unused
 };
 
-struct WideStack {                                // consecutive layers of the same sizes: each one's x is the last one's out
+struct WideStack {                                // consecutive layers of the same sizes; x of each: out of the last
   int64_t count, threads;                         // N layers
   const WideLayer *const *layers;                 // [N]; their own numbers of threads are not read
   int64_t batch, tokens, keys;                    // as WideRest: the cache has room, its last `tokens` are written

@@ -132,19 +132,18 @@ WIDELLM_EXPORT int64_t widellm_team(int64_t threads) {
   return got;
 }
 
-// A wish that memory of the caller's be held in large pages from now on: its contents and its address stay. Weights in
-// small pages are read a tenth slower, for every page is looked up anew. Returns the bytes that could be moved.
+// A wish that memory be held in large pages from now on, with what lies beside it: contents and addresses stay.
+// Weights in small pages are read a tenth slower, for every page is looked up anew. Returns how many pages are so.
 WIDELLM_EXPORT int64_t widellm_large_pages(void *data, int64_t bytes) {
+  int64_t large = 0;
 #if defined(MADV_HUGEPAGE)
-  uintptr_t begin = ((uintptr_t)data + kHugePage - 1) / kHugePage * kHugePage;
-  uintptr_t end = ((uintptr_t)data + (uintptr_t)bytes) / kHugePage * kHugePage;
   constexpr int kCollapse = 25;  // MADV_COLLAPSE, Linux 6.1; older C libraries do not name it
-  if (begin >= end || madvise((void *)begin, end - begin, MADV_HUGEPAGE) != 0) return 0;
-  return madvise((void *)begin, end - begin, kCollapse) == 0 ? (int64_t)(end - begin) : 0;
+  for (uintptr_t at = (uintptr_t)data / kHugePage * kHugePage; at < (uintptr_t)data + (uintptr_t)bytes; at += kHugePage)
+    large += madvise((void *)at, kHugePage, MADV_HUGEPAGE) == 0 && madvise((void *)at, kHugePage, kCollapse) == 0;
 #else
   (void)data, (void)bytes;
-  return 0;
 #endif
+  return large;
 }
 
 WIDELLM_EXPORT void widellm_release_scratch() { scratch.release(); }
