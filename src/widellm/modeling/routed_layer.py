@@ -78,9 +78,8 @@ class Binding:
     def unchanged(self) -> bool:
         """Whether everything inside is as it was when the layer was bound, and without hooks. Some microseconds."""
         for home, name, child in self.parts:
-            if home.get(name) is not child or child._forward_hooks or child._forward_pre_hooks:
-                return False
-            if "forward" in child.__dict__:
+            hooked = child._forward_hooks or child._forward_pre_hooks or "forward" in child.__dict__
+            if hooked or home.get(name) is not child:
                 return False
         return bool(self.parts) and not self.stale()
 
