@@ -12,6 +12,7 @@ from torch import Tensor
 from widellm.errors import BackendError
 from widellm.kernels import cpu, native, reference
 from widellm.kernels.fused import FusedLayer
+from widellm.kernels.fused_stack import FusedStack
 
 AVAILABLE, WHY = cpu.availability()
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=WHY)
@@ -234,3 +235,60 @@ def test_bad_arguments_are_named() -> None:
             call()
     with pytest.raises(BackendError, match="w_up contiguous"):
         bind({**w, "w_up": torch.randn(D, F).t()}, r)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [(1, 1), (2, 4), (32, 1)], ids=str)
+def test_a_stack_is_its_layers_in_turn(
+    rows: tuple[int, int], dtype: torch.dtype, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "GRAIN", 1)
+    layers = [bind(weights(dtype, i == 1, False, i != 2), routers(), isa) for i in range(3)]
+    layers[1].set_thresholds(None, 0.1)
+    batch, tokens = rows
+    x = torch.randn(batch, tokens, D).to(dtype)
+    angle = torch.rand(1, tokens, d // 2).repeat(1, 1, 2)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    mask = torch.rand(batch, 1, tokens, 70) < 0.8
+    for used in (None, mask):
+        caches = [torch.randn(3, batch, K, 75, d).to(dtype) for _ in range(2)]
+        mine = [c.clone() for c in caches]
+        stack = FusedStack(layers)
+        native.library().widellm_fill_scratch(0xFF)
+        got = stack.step(x, cos, sin, list(mine[0]), list(mine[1]), 70, mask=used)
+        now = x
+        for i, layer in enumerate(layers):
+            k, v = (c[i, :, :, :70] for c in caches)
+            want = layer.step(now, cos, sin, k, v, mask=used)
+            assert all(torch.equal(a[i], b) for a, b in zip(got, want, strict=True))
+            now = want[0]
+        assert torch.equal(mine[0], caches[0]) and torch.equal(mine[1], caches[1])
+        again = stack.step(x, None, None, list(mine[0]), list(mine[1]), 70)
+        assert again[0].shape == got[0].shape
+
+
+def test_a_stack_refuses_what_does_not_fit() -> None:
+    w = weights(torch.float32, False, False, True)
+    layer, other = bind(w, routers()), bind(w, {})
+    with pytest.raises(ValueError, match="of one size"):
+        FusedStack([layer, other])
+    stack, x = FusedStack([layer, layer]), torch.randn(1, 1, D)
+    good = [torch.zeros(1, K, 5, d), torch.zeros(1, K, 5, d)]
+    with pytest.raises(ValueError, match="do not fit"):
+        stack.step(x, None, None, good, good, 6)
+    with pytest.raises(ValueError, match="do not fit"):
+        stack.step(x, None, None, good[:1], good[:1], 3)
+    with pytest.raises(ValueError, match="k and v"):
+        stack.step(x, None, None, good, [good[0], torch.zeros(1, K, 6, d)], 3)
+    with pytest.raises(ValueError, match="contiguous"):
+        stack.step(x, None, None, good, [good[0], torch.zeros(1, K, d, 5).transpose(2, 3)], 3)
+
+
+def test_large_pages_keep_what_is_in_them() -> None:
+    t = torch.arange(3 << 20, dtype=torch.int32)
+    part = t[1000 : 2 << 20]
+    address, pages = t.data_ptr(), native.large_pages(part)
+    assert 0 <= pages <= 5 and t.data_ptr() == address
+    assert torch.equal(t, torch.arange(3 << 20, dtype=torch.int32))
+    assert native.large_pages(t[:0]) >= 0

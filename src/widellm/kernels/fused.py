@@ -20,7 +20,7 @@ linear maps in nn.Linear layout. All tensors on the CPU, one dtype (float32 or b
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import Structure
+from ctypes import Structure, addressof
 
 import torch
 from torch import Tensor
@@ -55,6 +55,16 @@ class FusedLayer:
         self._dim, self._rotary = struct.head_dim, struct.rotary_dim
         self._attn_groups, self._ffn_groups = struct.attn_groups, struct.ffn_groups
         self._router_maps = (struct.attn_router.down, struct.ffn_router.down)
+        self.sizes = (
+            self._dtype,
+            self._hidden,
+            self._kv_heads,
+            self._dim,
+            self._rotary,
+            self._attn_groups,
+            self._ffn_groups,
+        )
+        """What the layers of one `FusedStack` have in common."""
         self._max_rows = native.few_rows()
         self._call_qkv: Callable[..., int] = native.library().widellm_layer_qkv
         self._call_rest: Callable[..., int] = native.library().widellm_layer_rest
@@ -162,6 +172,11 @@ class FusedLayer:
                 return True
         return False
 
+    def settle(self) -> None:
+        """Have the weights held in large pages where the system can: they are read up to a sixth faster."""
+        for alias in self._alive:
+            native.large_pages(alias)
+
     def set_thresholds(self, attn: float | None, ffn: float | None) -> None:
         """Thresholds of the two routers; None turns a router off (everything is kept). Ignored where none is bound."""
         routers = (self._struct.attn_router, self._struct.ffn_router)
@@ -178,14 +193,29 @@ class FusedLayer:
         """Most rows B * T that one call takes."""
         return self._max_rows
 
+    @property
+    def address(self) -> int:
+        """Where the native form of the layer is."""
+        return addressof(self._struct)
+
+    def threads(self, rows: int) -> int:
+        """With how many threads a call of so many rows runs."""
+        return min(torch.get_num_threads(), 1 + rows * self._work // native.GRAIN)
+
+    def inputs(
+        self, x: Tensor, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
+        """x, cos and sin as the library reads them, and the stride of cos and sin per sequence. Raises ValueError."""
+        x = self._input(x)
+        return x, *self._ropes(cos, sin, x.shape[0], x.shape[1])
+
     def _input(self, x: Tensor) -> Tensor:
         if x.ndim != 3 or x.shape[2] != self._hidden or x.dtype != self._dtype or x.device.type != "cpu":
             check(_OP, "x", x, (*x.shape[:2], self._hidden), self._dtype)
             raise ValueError(f"{_OP}: x must be [B, T, {self._hidden}], got {list(x.shape)}")
         if not 0 < x.shape[0] * x.shape[1] <= self._max_rows:
             raise ValueError(f"{_OP}: takes 1 to {self._max_rows} rows, got {x.shape[0]} x {x.shape[1]}")
-        run = self._struct.run
-        run.threads = min(torch.get_num_threads(), 1 + x.shape[0] * x.shape[1] * self._work // native.GRAIN)
+        self._struct.run.threads = self.threads(x.shape[0] * x.shape[1])
         return x if x.is_contiguous() else x.contiguous()
 
     def qkv(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

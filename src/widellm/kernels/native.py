@@ -12,7 +12,7 @@ import torch
 
 from widellm.errors import BackendError
 
-ABI = 2
+ABI = 3
 LEVELS = {"portable": 0, "avx2": 1, "avx512bf16": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -66,12 +66,18 @@ Rest = _struct(
     "i.batch i.tokens i.keys p.x i.ldx p.q p.keep p.k i.k_batch i.k_token i.k_head p.v i.v_batch i.v_token i.v_head "
     "p.mask i.mask_kind i.mask_batch i.mask_query p.start i.causal i.window p.out p.ffn_keep i.attention_only",
 )
+Stack = _struct(
+    "Stack",
+    "i.count i.threads p.layers i.batch i.tokens i.keys p.x p.cosine p.sine i.rope_batch p.k p.v "
+    "i.kv_batch i.kv_token i.kv_head p.mask i.mask_kind i.mask_batch i.mask_query i.causal p.out p.keep p.ffn_keep",
+)
 
 _FUNCTIONS = {
     "widellm_abi": [],
     "widellm_few_rows": [],
     "widellm_level": [c_int64],
     "widellm_team": [c_int64],
+    "widellm_large_pages": [c_void_p, c_int64],
     "widellm_release_scratch": [],
     "widellm_fill_scratch": [c_int64],
     "widellm_routed_ffn": [POINTER(Ffn)],
@@ -81,6 +87,7 @@ _FUNCTIONS = {
     "widellm_layer_qkv": [POINTER(Layer), POINTER(Qkv)],
     "widellm_layer_rest": [POINTER(Layer), POINTER(Rest)],
     "widellm_layer_step": [POINTER(Layer), POINTER(Qkv), POINTER(Rest)],
+    "widellm_stack_step": [POINTER(Stack)],
 }
 
 
@@ -139,6 +146,14 @@ def levels() -> list[str]:
 def few_rows() -> int:
     """Up to this many rows (inclusive) the kernels of few rows run, and `FusedLayer` can be used."""
     return int(library().widellm_few_rows())
+
+
+def large_pages(t: torch.Tensor) -> int:
+    """Ask the system to hold a dense CPU tensor's memory (and what shares a page with it) in large pages, in place.
+
+    Returns how many pages it did so: 0 where it cannot (only Linux can, and not for a mapped file).
+    """
+    return int(library().widellm_large_pages(t.data_ptr(), t.numel() * t.element_size()))
 
 
 def run_fields(dtype: torch.dtype, isa: str | None, work: int) -> Structure:

@@ -16,7 +16,7 @@ _SPARE = 64
 """Positions of room at least; a sixteenth of the length when that is more."""
 
 
-class _Room:
+class Room:
     """Buffers [B, K, capacity, d] behind a cache layer, and the views of them that it was last given.
 
     A shallow copy of the cache layer shares this object: after one of the two has moved on, the other's tensors are
@@ -30,37 +30,38 @@ class _Room:
         for buffer, t in zip(self.buffers, (keys, values), strict=True):
             buffer[:, :, :length].copy_(t)
         self.keys, self.values = keys, values
+        self.length = length
+        self.form = (self.buffers[0].shape, self.buffers[1].shape)
 
-    def extend(self, tokens: int) -> tuple[Tensor, Tensor] | None:
-        """Views with `tokens` unwritten positions more, or None when the room is used up."""
-        length = self.keys.shape[2] + tokens
-        if length > self.buffers[0].shape[2]:
-            return None
-        self.keys, self.values = self.buffers[0].narrow(2, 0, length), self.buffers[1].narrow(2, 0, length)
+    def holds(self, layer: Any, tokens: int) -> bool:
+        """Whether a cache layer's tensors are the views named here, with `tokens` unwritten positions behind them."""
+        mine = self.keys is layer.keys and self.values is layer.values
+        return mine and self.length + tokens <= self.form[0][2]
+
+    def extend(self, layer: Any, tokens: int) -> tuple[Tensor, Tensor]:
+        """Give a cache layer, whose tensors are the views named here, views with `tokens` positions more."""
+        self.length += tokens
+        self.keys, self.values = (buffer.narrow(2, 0, self.length) for buffer in self.buffers)
+        layer.keys, layer.values = self.keys, self.values
         return self.keys, self.values
 
 
-def extended(cache: Any, index: int, batch: int, tokens: int) -> tuple[Tensor, Tensor] | None:
-    """Keys and values [B, K, Tk + T, d] of layer `index`, their last T positions to be written by the caller.
+def room_behind(cache: Any, index: int, batch: int, tokens: int) -> Room | None:
+    """The buffers behind layer `index`, made if need be, with room for `tokens` more; what the cache holds stays.
 
-    The cache already holds them when this returns. None, and nothing is touched, unless the layer is a plain
-    DynamicLayer on the CPU with at least one token in it: `cache.update` is the way then.
+    None unless the layer is a plain DynamicLayer on the CPU with at least one token in it: `cache.update` is the way
+    then.
     """
     if type(cache) is not DynamicCache or cache.offloading or index >= len(cache.layers):
         return None
     layer = cache.layers[index]
     if type(layer) is not DynamicLayer or not layer.is_initialized:
         return None
+    room: Room | None = layer.__dict__.get("_widellm_room")
+    if room is not None and room.form[0][0] == batch and room.holds(layer, tokens):
+        return room
     keys, values = layer.keys, layer.values
     if keys.ndim != 4 or keys.shape[0] != batch or keys.device.type != "cpu" or keys.shape[:3] != values.shape[:3]:
         return None
-    room: _Room | None = getattr(layer, "_widellm_room", None)
-    found = None
-    if room is not None and room.keys is keys and room.values is values:
-        found = room.extend(tokens)
-    if found is None:
-        room = layer._widellm_room = _Room(keys, values, tokens)
-        found = room.extend(tokens)
-        assert found is not None
-    layer.keys, layer.values = found
-    return found
+    room = layer._widellm_room = Room(keys, values, tokens)
+    return room

@@ -1,5 +1,5 @@
-"""A decoder layer that runs few rows (decode) as one native call (two around the update of a cache without room for the
-new tokens); anything else as before.
+"""A decoder layer that runs few rows (decode) as one native call, together with those after it where it can (`ahead`);
+as two around the update of a cache without room for the new tokens; anything else as before.
 
 At small sizes transformers loses most of its time between the ops. The function is the same: see `kernels.fused`.
 """
@@ -14,10 +14,12 @@ from torch import Tensor
 
 from widellm.errors import BackendError
 from widellm.families import LayerModules, Layout
-from widellm.kernels import cpu
+from widellm.kernels import cpu, native
 from widellm.kernels.fused import FusedLayer
+from widellm.kernels.fused_stack import FusedStack
+from widellm.modeling.ahead import Ahead, cache_in, followers, rotates, stack_step
 from widellm.modeling.linears import is_plain_linear
-from widellm.modeling.roomy_cache import extended
+from widellm.modeling.roomy_cache import room_behind
 from widellm.modeling.swap import dense_class, has_adapters, special_weight
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
@@ -48,12 +50,38 @@ class Binding:
         self.setting: tuple[float | None, float | None, bool] | None = None
         self.sources: list[tuple[Any, int]] = []
         """Fused linears, of which parts are bound, and where their weights were."""
+        self.parts: list[tuple[dict[str, Any], str, Any]] = []
+        """The children of the attention and the FFN, as (their parent's, name, child) when the layer was bound."""
+        self.ahead: Ahead | None = None
+        """What an earlier layer's call has computed for this layer's next one."""
+        self.misses = 0
+        """How often that was not wanted."""
+        self.stack: FusedStack | None = None
+        """This layer and those that last followed it in one call."""
+
+    def ready(self, attention: SubLayer, ffn: SubLayer) -> FusedLayer:
+        """The bound layer, set to the sub-layers' thresholds."""
+        fused, setting = self.fused, (attention.threshold, ffn.threshold, attention.shared)
+        assert fused is not None
+        if self.setting != setting:
+            fused.set_thresholds(attention.threshold, ffn.threshold)
+            fused.set_shared(attention.shared)
+            self.setting = setting
+        return fused
 
     def stale(self) -> bool:
         """Whether the layer has to be bound (again)."""
         if self.fused is None or self.fused.stale():
             return True
-        return any(linear.weight.data_ptr() != address for linear, address in self.sources)
+        return any(linear._parameters["weight"].data_ptr() != address for linear, address in self.sources)
+
+    def unchanged(self) -> bool:
+        """Whether everything inside is as it was when the layer was bound, and without hooks. Some microseconds."""
+        for home, name, child in self.parts:
+            hooked = child._forward_hooks or child._forward_pre_hooks or "forward" in child.__dict__
+            if hooked or home.get(name) is not child:
+                return False
+        return bool(self.parts) and not self.stale()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         return Binding()
@@ -67,37 +95,35 @@ class RoutedLayer:
     the binding. Where they were not, budget 1.0 must give the dense model's very bits, so transformers runs it."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        modules, layout, attention, ffn, _, binding = self._native
+        ahead = binding.ahead
+        if ahead is not None:
+            binding.ahead = None
+            setting = (attention.threshold, ffn.threshold, attention.shared)
+            found = ahead.take(hidden_states, args, kwargs, setting)
+            binding.misses = 0 if found is not None else binding.misses + 1
+            if found is not None:
+                return _told(attention, ffn, *found)
         if args or not self._fits(hidden_states, kwargs):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        modules, layout, attention, ffn, _, binding = self._native
-        fused = binding.fused
-        assert fused is not None
-        setting = (attention.threshold, ffn.threshold, attention.shared)
-        if binding.setting != setting:
-            fused.set_thresholds(attention.threshold, ffn.threshold)
-            fused.set_shared(attention.shared)
-            binding.setting = setting
-        switch = layout.family.rope_switch
-        cos, sin = kwargs["position_embeddings"]
-        if switch is not None and not getattr(modules.attention, switch):
-            cos = sin = None
-        cache = kwargs.get("cache")
-        if cache is None:
-            cache = kwargs.get("past_key_values")
+        fused = binding.ready(attention, ffn)
+        cos, sin = kwargs["position_embeddings"] if rotates(modules, layout) else (None, None)
+        cache = cache_in(kwargs)
         mask, index, (batch, tokens, _) = kwargs.get("attention_mask"), modules.attention.layer_idx, hidden_states.shape
-        roomy = extended(cache, index, batch, tokens)
-        if roomy is not None:
-            out, keep, ffn_keep = fused.step(hidden_states, cos, sin, *roomy, mask=mask)
-        else:
+        room = room_behind(cache, index, batch, tokens)
+        if room is None:
             q, k, v, keep = fused.qkv(hidden_states, cos, sin)
             if cache is not None:
                 k, v = cache.update(k, v, index)
             if mask is None and tokens > 1 and k.shape[2] > tokens:
                 k, v = k[:, :, :tokens], v[:, :, :tokens]  # an empty static cache: only the first are filled
             out, ffn_keep = fused.rest(hidden_states, q, keep, k, v, mask=mask)
-        attention.keep = None if attention.threshold is None else keep
-        ffn.keep = None if ffn.threshold is None else ffn_keep
-        return out
+        elif others := followers(self, room, hidden_states, kwargs):
+            out, keep, ffn_keep = stack_step(self, room, others, hidden_states, kwargs)
+        else:
+            k, v = room.extend(cache.layers[index], tokens)
+            out, keep, ffn_keep = fused.step(hidden_states, cos, sin, k, v, mask=mask)
+        return _told(attention, ffn, out, keep, ffn_keep)
 
     def _fits(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether this call may run natively; binds the layer if it has to."""
@@ -125,9 +151,30 @@ class RoutedLayer:
             if hidden.dtype not in cpu.NATIVE_TYPES or obstacle(modules) is not None:
                 return False
             binding.fused = bind(modules, layout, kwargs["position_embeddings"][0].shape[-1])
+            if binding.fused is None:
+                return False
+            binding.fused.settle()
             binding.sources = [(m, m.weight.data_ptr()) for m in (modules.q_proj, modules.up_proj)]
             binding.setting = None
+            homes = [m._modules for m in (modules.attention, modules.mlp) if m is not None]
+            binding.parts = [(home, name, child) for home in homes for name, child in home.items() if child is not None]
         return True
+
+    def _follows(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
+        """`_fits`, sooner: of a call that fits the layer before this one."""
+        _, _, attention, ffn, regrouped, binding = self._native
+        gated = attention.gate is not None or ffn.gate is not None
+        usual = attention.backend == ffn.backend == "auto" and (regrouped or attention.threshold is not None)
+        if usual and not gated and not torch.is_grad_enabled() and binding.unchanged():
+            return True
+        return self._fits(hidden, kwargs)
+
+
+def _told(attention: SubLayer, ffn: SubLayer, out: Tensor, keep: Tensor, ffn_keep: Tensor) -> Tensor:
+    """`out`, once the sub-layers know what they kept."""
+    attention.keep = None if attention.threshold is None else keep
+    ffn.keep = None if ffn.threshold is None else ffn_keep
+    return out
 
 
 class NativeHead:
@@ -135,16 +182,21 @@ class NativeHead:
 
     _width: SubLayer
     """Any sub-layer of the model: it says which backend is wanted."""
+    _settled = 0
+    """Where the weight was when it was put into large pages."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight  # type: ignore[attr-defined]
         bias: Tensor | None = self.bias  # type: ignore[attr-defined]
         rows = x.numel() // x.shape[-1]
-        native = x.device.type == "cpu" and x.dtype == weight.dtype and x.dtype in cpu.NATIVE_TYPES
+        known = x.device.type == "cpu" and x.dtype == weight.dtype and x.dtype in cpu.NATIVE_TYPES
         needs_graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         few = 0 < rows <= cpu.few_rows() and self._width.backend in ("auto", "cpu")
-        if not (native and few) or needs_graph or torch.compiler.is_compiling():
+        if not (known and few) or needs_graph or torch.compiler.is_compiling():
             return super().forward(x)  # type: ignore[misc]
+        if self._settled != weight.data_ptr():
+            native.large_pages(weight)
+            self._settled = weight.data_ptr()
         return cpu.linear(x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], -1)
 
 

@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define WIDELLM_ABI 2
+#define WIDELLM_ABI 3
 
 enum { WIDELLM_F32 = 0, WIDELLM_BF16 = 1 };
 enum { WIDELLM_SILU = 0, WIDELLM_GELU_TANH = 1, WIDELLM_GELU = 2, WIDELLM_RELU = 3 };
@@ -124,6 +124,20 @@ struct WideRest {                                 // attention over the cache, o
   void *out;                                      // out [B * T, D]
   uint8_t *ffn_keep;                              // out [B * T, ffn_groups] (all 1 without a router)
   int64_t attention_only;                         // 1: out is the residual stream after attention, ffn_keep unused
+};
+
+struct WideStack {                                // consecutive layers of the same sizes; x of each: out of the last
+  int64_t count, threads;                         // N layers
+  const WideLayer *const *layers;                 // [N]; their own numbers of threads are not read
+  int64_t batch, tokens, keys;                    // as WideRest: the cache has room, its last `tokens` are written
+  const void *x;                                  // [B * T, D]
+  const void *cosine, *sine; int64_t rope_batch;  // as WideQkv
+  void *const *k, *const *v;                      // [N] caches, out; all with the same strides
+  int64_t kv_batch, kv_token, kv_head;
+  const void *mask; int64_t mask_kind, mask_batch, mask_query;
+  int64_t causal;
+  void *out;                                      // out [N, B * T, D]
+  uint8_t *keep, *ffn_keep;                       // out [N, B * T, groups]
 };
 
 // Scratch memory of one call: bump-allocated from a block that the calling thread keeps between calls.

@@ -132,6 +132,20 @@ WIDELLM_EXPORT int64_t widellm_team(int64_t threads) {
   return got;
 }
 
+// A wish that memory be held in large pages from now on, with what lies beside it: contents and addresses stay.
+// Weights in small pages are read a tenth slower, for every page is looked up anew. Returns how many pages are so.
+WIDELLM_EXPORT int64_t widellm_large_pages(void *data, int64_t bytes) {
+  int64_t large = 0;
+#if defined(MADV_HUGEPAGE)
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE, Linux 6.1; older C libraries do not name it
+  for (uintptr_t at = (uintptr_t)data / kHugePage * kHugePage; at < (uintptr_t)data + (uintptr_t)bytes; at += kHugePage)
+    large += madvise((void *)at, kHugePage, MADV_HUGEPAGE) == 0 && madvise((void *)at, kHugePage, kCollapse) == 0;
+#else
+  (void)data, (void)bytes;
+#endif
+  return large;
+}
+
 WIDELLM_EXPORT void widellm_release_scratch() { scratch.release(); }
 
 // For tests: results must not depend on what scratch memory holds.
@@ -159,4 +173,23 @@ WIDELLM_EXPORT int64_t widellm_layer_rest(const WideLayer *l, const WideRest *c)
 }
 WIDELLM_EXPORT int64_t widellm_layer_step(const WideLayer *l, const WideQkv *c, const WideRest *r) {
   return with_ops(l->run, [&](const WideOps &o, WideArena *a) { return o.layer_step(l, c, r, a); });
+}
+WIDELLM_EXPORT int64_t widellm_stack_step(const WideStack *s) {
+  int64_t rows = s->batch * s->tokens;
+  const void *x = s->x;
+  for (int64_t i = 0; i < s->count; i++) {
+    WideLayer layer = *s->layers[i];
+    layer.run.threads = s->threads;
+    uint8_t *keep = s->keep + i * rows * layer.attn_groups;
+    void *out = (char *)s->out + i * rows * layer.hidden * (layer.run.dtype == WIDELLM_BF16 ? 2 : 4);
+    WideQkv qkv = {s->batch, s->tokens, x, layer.hidden, s->cosine, s->sine, s->rope_batch, nullptr, nullptr, nullptr,
+                   keep};
+    WideRest rest = {s->batch, s->tokens, s->keys, x, layer.hidden, nullptr, keep,
+                     s->k[i], s->kv_batch, s->kv_token, s->kv_head, s->v[i], s->kv_batch, s->kv_token, s->kv_head,
+                     s->mask, s->mask_kind, s->mask_batch, s->mask_query, nullptr, s->causal, 0,
+                     out, s->ffn_keep + i * rows * layer.ffn_groups, 0};
+    if (int64_t code = widellm_layer_step(&layer, &qkv, &rest)) return code;
+    x = out;
+  }
+  return WIDELLM_OK;
 }

@@ -1,6 +1,7 @@
-// One pre-norm decoder layer for a few rows, in two calls around the cache's own update, or in one. Between its pieces values are
-// rounded to the model's dtype exactly where transformers' eager code rounds them (after each linear map, each norm
-// and its weight, each half of the rotary sum, the activation, the product, each residual sum).
+// One pre-norm decoder layer for a few rows, in two calls around the cache's own update, or in one (with one parallel
+// region: threads that part and meet again cost more than a barrier). Between its pieces values are rounded to the
+// model's dtype exactly where transformers' eager code rounds them (after each linear map, each norm and its weight,
+// each half of the rotary sum, the activation, the product, each residual sum).
 #pragma once
 #include "attention_few.h"
 
@@ -33,43 +34,44 @@ template <class T> static void rotate(T *x, const T *cosine, const T *sine, int6
   }
 }
 
-template <class T> struct Projection {  // x -> heads, written as [B, heads, T, d]
+template <class T> struct Projection {  // x -> heads
   const WideLayer &layer;
   const WideQkv &call;
   const T *w;
   int64_t ldw;
   const T *bias;
   int64_t heads;
-  T *out;
+  T *out;                       // [B, heads, T, d] at these strides
+  int64_t batch, token, head;
 
   int64_t pieces() const { return ceil_div(layer.head_dim, kUnit); }
-  const T *rows_at(int64_t head, int64_t piece) const { return w + (head * layer.head_dim + piece * kUnit) * ldw; }
+  const T *rows_at(int64_t h, int64_t piece) const { return w + (h * layer.head_dim + piece * kUnit) * ldw; }
   // next: the weight rows that this thread will want after these, or null
-  void unit(int64_t head, int64_t piece, uint32_t bits, const T *x, int64_t ldx, const T *next) const {
-    int64_t d = layer.head_dim, i = piece * kUnit, n = head * d + i;
+  void unit(int64_t h, int64_t piece, uint32_t bits, const T *x, int64_t ldx, const T *next) const {
+    int64_t d = layer.head_dim, i = piece * kUnit, n = h * d + i;
     Picked rows(bits);
     const T *xs[kFewRows];
     T *ys[kFewRows];
     for (int64_t c = 0; c < rows.count; c++) {
       xs[c] = x + rows.at[c] * ldx;
-      ys[c] = at(rows.at[c], head) + i;
+      ys[c] = at(rows.at[c], h) + i;
     }
     linear_unit(w + n * ldw, ldw, bias ? bias + n : nullptr, imin(kUnit, d - i), xs, rows.count, layer.hidden, ys,
                 next);
   }
-  T *at(int64_t m, int64_t head) const {
-    return out + ((m / call.tokens * heads + head) * call.tokens + m % call.tokens) * layer.head_dim;
-  }
-  void finish(int64_t m, int64_t head, const void *norm) const {
-    T *x = at(m, head);
+  T *at(int64_t m, int64_t h) const { return out + m / call.tokens * batch + m % call.tokens * token + h * head; }
+  void finish(int64_t m, int64_t h, const void *norm) const {
+    T *x = at(m, h);
     int64_t offset = m / call.tokens * call.rope_batch + m % call.tokens * layer.rotary_dim;
     if (norm) rms_norm(x, (const T *)norm, layer.qk_eps, layer.head_dim, x);
     if (call.cosine) rotate(x, (const T *)call.cosine + offset, (const T *)call.sine + offset, layer.rotary_dim);
   }
 };
 
-template <class T> static int64_t layer_qkv(const WideLayer &l, const WideQkv &c, WideArena *arena) {
-  Scratch s{arena};
+// What each thread does for q, k and v, once s.ok; l and c must outlive it. cache: where k and v are written, at its
+// last positions; null: to c.k and c.v.
+template <class T>
+static auto qkv_work(const WideLayer &l, const WideQkv &c, const WideRest *cache, Scratch &s) {
   int64_t rows = c.batch * c.tokens;
   bool routes = l.attn_router.down != nullptr;
   T *x = s.get<T>(rows * l.hidden);
@@ -78,16 +80,23 @@ template <class T> static int64_t layer_qkv(const WideLayer &l, const WideQkv &c
   Queue *queues = s.zeros<Queue>(2);
   Kept *kept = s.get<Kept>(l.run.threads);
   for (int64_t t = 0; s.ok && t < l.run.threads; t++) kept[t].reserve(s, l.attn_groups);
-  if (!s.ok) return WIDELLM_NO_MEMORY;
   if (!routes) memset(c.keep, 1, (size_t)(rows * l.attn_groups));
-  Projection<T> q{l, c, (const T *)l.wq, l.ldq, (const T *)l.bq, l.heads, (T *)c.q};
-  Projection<T> k{l, c, (const T *)l.wk, l.ldk, (const T *)l.bk, l.kv_heads, (T *)c.k};
-  Projection<T> v{l, c, (const T *)l.wv, l.ldv, (const T *)l.bv, l.kv_heads, (T *)c.v};
+  int64_t d = l.head_dim, each = c.tokens * d;
+  Projection<T> q{l, c, (const T *)l.wq, l.ldq, (const T *)l.bq, l.heads, (T *)c.q, l.heads * each, d, each};
+  Projection<T> k{l, c, (const T *)l.wk, l.ldk, (const T *)l.bk, l.kv_heads, (T *)c.k, l.kv_heads * each, d, each};
+  Projection<T> v{l, c, (const T *)l.wv, l.ldv, (const T *)l.bv, l.kv_heads, (T *)c.v, l.kv_heads * each, d, each};
+  if (cache) {
+    int64_t at = cache->keys - c.tokens;
+    k.out = (T *)cache->k + at * cache->k_token;
+    k.batch = cache->k_batch, k.token = cache->k_token, k.head = cache->k_head;
+    v.out = (T *)cache->v + at * cache->v_token;
+    v.batch = cache->v_batch, v.token = cache->v_token, v.head = cache->v_head;
+  }
   uint32_t all = (uint32_t)((1ull << rows) - 1);
   int64_t pieces = q.pieces(), kv_units = l.kv_heads * pieces, ranks = routes ? ceil_div(l.attn_router.rank, 8) : 0;
   int64_t heads_per_group = l.heads / l.attn_groups;
 
-  parallel(l.run.threads, [&](const Team &team) {
+  return [=, &l, &c](const Team &team) {
     Range part = share(rows, 1, team);
     for (int64_t m = part.begin; m < part.end; m++) {
       rms_norm((const T *)c.x + m * c.ldx, (const T *)l.attn_norm, l.attn_eps, l.hidden, x + m * l.hidden);
@@ -133,12 +142,19 @@ template <class T> static int64_t layer_qkv(const WideLayer &l, const WideQkv &c
         memset((void *)q.at(m, h), 0, (size_t)l.head_dim * sizeof(T));
       }
     }
-  });
+  };
+}
+
+template <class T> static int64_t layer_qkv(const WideLayer &l, const WideQkv &c, WideArena *arena) {
+  Scratch s{arena};
+  auto work = qkv_work<T>(l, c, nullptr, s);
+  if (!s.ok) return WIDELLM_NO_MEMORY;
+  parallel(l.run.threads, work);
   return WIDELLM_OK;
 }
 
-template <class T> static int64_t layer_rest(const WideLayer &l, const WideRest &c, WideArena *arena) {
-  Scratch s{arena};
+// What each thread does after that, likewise
+template <class T> static auto rest_work(const WideLayer &l, const WideRest &c, Scratch &s) {
   int64_t rows = c.batch * c.tokens, inner_dim = l.heads * l.head_dim, head = l.head_dim;
   bool routes = l.ffn_router.down != nullptr;
   T *mixed = s.get<T>(rows * inner_dim), *x = s.get<T>(rows * l.hidden);
@@ -165,10 +181,9 @@ template <class T> static int64_t layer_rest(const WideLayer &l, const WideRest 
   Queue *queues = s.zeros<Queue>(2);
   Kept *kept = s.get<Kept>(l.run.threads);
   for (int64_t t = 0; s.ok && t < l.run.threads; t++) kept[t].reserve(s, imax(l.attn_groups, l.ffn_groups));
-  if (!s.ok) return WIDELLM_NO_MEMORY;
   if (!routes && !c.attention_only) memset(c.ffn_keep, 1, (size_t)(rows * l.ffn_groups));
 
-  parallel(l.run.threads, [&](const Team &team) {
+  return [=, &l, &c](const Team &team) {
     Kept &mine = kept[team.thread];
     attention.run(queues[0]);
     team.barrier();
@@ -193,7 +208,14 @@ template <class T> static int64_t layer_rest(const WideLayer &l, const WideRest 
     inner.run(mine, queues[1]);
     team.barrier();
     outer.run(mine, team);
-  });
+  };
+}
+
+template <class T> static int64_t layer_rest(const WideLayer &l, const WideRest &c, WideArena *arena) {
+  Scratch s{arena};
+  auto work = rest_work<T>(l, c, s);
+  if (!s.ok) return WIDELLM_NO_MEMORY;
+  parallel(l.run.threads, work);
   return WIDELLM_OK;
 }
 
@@ -201,23 +223,18 @@ template <class T> static int64_t layer_rest(const WideLayer &l, const WideRest 
 template <class T>
 static int64_t layer_step(const WideLayer &l, WideQkv qkv, WideRest rest, WideArena *arena) {
   Scratch s{arena};
-  int64_t rows = qkv.batch * qkv.tokens, d = l.head_dim;
-  T *q = s.get<T>(rows * l.heads * d), *k = s.get<T>(rows * l.kv_heads * d), *v = s.get<T>(rows * l.kv_heads * d);
-  if (!s.ok) return WIDELLM_NO_MEMORY;
+  T *q = s.get<T>(qkv.batch * qkv.tokens * l.heads * l.head_dim);
   qkv.q = q;
-  qkv.k = k;
-  qkv.v = v;
   rest.q = q;
-  if (int64_t code = layer_qkv<T>(l, qkv, arena)) return code;
-  for (int64_t u = 0; u < rows * l.kv_heads; u++) {
-    int64_t b = u / (l.kv_heads * qkv.tokens), h = u / qkv.tokens % l.kv_heads, t = u % qkv.tokens;
-    int64_t at = rest.keys - qkv.tokens + t;
-    T *key = (T *)rest.k + b * rest.k_batch + h * rest.k_head + at * rest.k_token;
-    T *value = (T *)rest.v + b * rest.v_batch + h * rest.v_head + at * rest.v_token;
-    memcpy((void *)key, k + u * d, (size_t)d * sizeof(T));
-    memcpy((void *)value, v + u * d, (size_t)d * sizeof(T));
-  }
-  return layer_rest<T>(l, rest, arena);
+  auto first = qkv_work<T>(l, qkv, &rest, s);
+  auto second = rest_work<T>(l, rest, s);
+  if (!s.ok) return WIDELLM_NO_MEMORY;
+  parallel(l.run.threads, [&](const Team &team) {
+    first(team);
+    team.barrier();
+    second(team);
+  });
+  return WIDELLM_OK;
 }
 
 }  // namespace

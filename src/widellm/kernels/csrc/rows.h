@@ -57,7 +57,7 @@ template <> struct Dot<bf16> {
 // The two rows are interleaved so that one instruction multiplies both. Interleaving works within 128-bit lanes, so
 // the accumulators hold their columns in another order until in_order() restores it.
 template <> struct Pair<bf16> {
-  static constexpr int batch = 4;
+  static constexpr int batch = 2;  // rows of 4 KiB share cache sets, which hold these and those asked for
   __m512i lo, hi;
   WIDE_INLINE Pair of(__m512i a, __m512i b) { return {_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b)}; }
   WIDE_INLINE Pair get(const bf16 *a, const bf16 *b) {
