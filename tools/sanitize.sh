@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the kernel tests on a native library built with the address and undefined-behaviour sanitizers (GCC, Linux).
+# Runs the native kernels' tests on a library built with the address and undefined-behaviour sanitizers (GCC, Linux).
 # usage: tools/sanitize.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -25,4 +25,4 @@ export LD_PRELOAD="$(g++ -print-file-name=libasan.so):$(g++ -print-file-name=lib
 export ASAN_OPTIONS=detect_leaks=0:malloc_fill_byte=255:max_malloc_fill_size=1000000000 UBSAN_OPTIONS=print_stacktrace=1
 export PYTHONPATH="$work/src" PYTHONDONTWRITEBYTECODE=1
 cd "$work"
-python -m pytest -q -p no:cacheprovider tests/kernels "$@"
+python -m pytest -q -p no:cacheprovider tests/kernels/test_cpu_*.py "$@"

@@ -88,7 +88,7 @@ def _row(
 def layer_rows(
     s: ModelShape, dtype: torch.dtype, rows: Sequence[int], densities: Sequence[float], rounds: int
 ) -> Iterator[OpRow]:
-    """One decoder layer at decode as the two native calls that models make, routers included; nothing without them.
+    """One decoder layer at decode as native calls, routers included; nothing without them.
 
     All rows share a mask (for one row: a random one): the routers run, and their biases decide.
     """
