@@ -1,4 +1,4 @@
-"""One pre-norm decoder layer for a few rows (decode): one native call, or two around the update of a cache without room.
+"""One pre-norm decoder layer for a few rows (decode): one native call, or two around the update of a full cache.
 
     q, k, v, keep = layer.qkv(x, cos, sin)              # norm, router, q of kept heads, k, v, biases, q/k norm, rotary
     k, v = cache.update(k, v, index)                    # transformers' public cache, any kind
