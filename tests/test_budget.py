@@ -91,7 +91,7 @@ def test_rows_by_group_is_the_mask_read_by_columns() -> None:
 
 
 def test_config_survives_json_and_refuses_what_it_does_not_know() -> None:
-    config = WidthConfig("llama", 2, 2, 8, 4, {"name": "x"}, {"seed": 1})
+    config = WidthConfig("llama", 2, 2, 8, 4, base={"name": "x"}, provenance={"seed": 1})
     assert WidthConfig.from_json(config.to_json()) == config
     for broken, message in [
         ("{", "not valid JSON"),
