@@ -6,6 +6,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads it once
 
+import math
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -91,3 +92,19 @@ def data_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no test data at {folder}: set WIDELLM_TEST_DATA to the directory that has it")
     return folder
+
+
+@pytest.fixture
+def hostile_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native kernels' outputs and scratch start as NaN, and even the smallest call uses every thread."""
+    from widellm.kernels import cpu, native
+
+    call = native.call
+
+    def poisoned(name: str, *structs: Any) -> None:
+        native.library().widellm_fill_scratch(0xFF)
+        call(name, *structs)
+
+    monkeypatch.setattr(native, "call", poisoned)
+    monkeypatch.setattr(native, "GRAIN", 1)
+    monkeypatch.setattr(cpu, "_new", lambda m, n, like: torch.full((m, n), math.nan, dtype=like.dtype))

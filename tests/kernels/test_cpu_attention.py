@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -12,27 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from widellm.kernels import cpu, native
+from widellm.kernels import cpu
 
 AVAILABLE, WHY = cpu.availability()
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason=WHY)
+pytestmark = [pytest.mark.skipif(not AVAILABLE, reason=WHY), pytest.mark.usefixtures("hostile_memory")]
 LEVELS = cpu.levels() if AVAILABLE else []
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def _hostile_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Outputs and scratch start as NaN, and even the smallest call uses every thread."""
-    call = native.call
-
-    def poisoned(name: str, *structs: Any) -> None:
-        native.library().widellm_fill_scratch(0xFF)
-        call(name, *structs)
-
-    monkeypatch.setattr(native, "call", poisoned)
-    monkeypatch.setattr(native, "GRAIN", 1)
-    monkeypatch.setattr(cpu, "_new", lambda m, n, like: torch.full((m, n), math.nan, dtype=like.dtype))
-    yield
 
 
 def dumb_attention(

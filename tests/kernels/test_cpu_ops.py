@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,26 +15,11 @@ from widellm.errors import BackendError
 from widellm.kernels import cpu, native
 
 AVAILABLE, WHY = cpu.availability()
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason=WHY)
+pytestmark = [pytest.mark.skipif(not AVAILABLE, reason=WHY), pytest.mark.usefixtures("hostile_memory")]
 LEVELS = cpu.levels() if AVAILABLE else []
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = [1, 2, 3, 7, 8, 17, 32, 33, 64, 129]
 ACTS = ["silu", "gelu", "gelu_tanh", "relu"]
-
-
-@pytest.fixture(autouse=True)
-def _hostile_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Outputs and scratch start as NaN, and even the smallest call uses every thread."""
-    call = native.call
-
-    def poisoned(name: str, *structs: Any) -> None:
-        native.library().widellm_fill_scratch(0xFF)
-        call(name, *structs)
-
-    monkeypatch.setattr(native, "call", poisoned)
-    monkeypatch.setattr(native, "GRAIN", 1)
-    monkeypatch.setattr(cpu, "_new", lambda m, n, like: torch.full((m, n), math.nan, dtype=like.dtype))
-    yield
 
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:

@@ -36,7 +36,6 @@ class WidthTrainer(Trainer):
         self.objective, self.optimisation = objective, optimisation
         self.usage = Usage(objective.width)
         self.micro = 0
-        self.history: list[dict[str, float]] = []
         self.found: list[str] = []
         """Warnings, each once."""
         super().__init__(model=objective.model, **kwargs)
