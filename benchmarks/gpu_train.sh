@@ -14,11 +14,9 @@ cat >"$out/gpu.json" <<JSON
 JSON
 python - <<'PY'
 import torch
-assert torch.cuda.is_available(), "no GPU here: benchmarks/training.py is for CPUs"
+assert torch.cuda.is_available(), "no GPU here: on a CPU call widellm compare with fewer tokens"
 print(torch.cuda.get_device_name(), torch.__version__, torch.version.cuda)
 PY
-for recipe in default wide; do
-    timeout 240 python benchmarks/training.py "$dir" --name "$recipe-gpu" --recipe "$recipe" --config "$out/gpu.json" \
-        --text "$text" --test "$test" --tokens "$tokens" --window 4096 --batch-tokens 65536 --micro-batch 4 \
-        --only-saved --results "$out/results.jsonl"
-done
+timeout 480 widellm compare "$dir" --out "$out" --recipe default --recipe wide --seeds 1 --budgets 0.75,0.5 \
+    --config "$out/gpu.json" --text "$text" --eval-text "$test" --max-windows 96 \
+    --tokens "$tokens" --window 4096 --batch-tokens 65536 --device cuda

@@ -174,6 +174,7 @@ BAD = {
     "few tokens": (lambda d, m: (m, "--out", d / "o", "--tokens", "10"), "less than one window"),
     "output exists": (lambda d, m: (m, "--out", _write(d)), "exists"),
     "dtype": (lambda d, m: (m, "--out", d / "o", "--dtype", "int4"), "--dtype must be one of"),
+    "device": (lambda d, m: (m, "--out", d / "o", "--device", "tpu:3"), "no device 'tpu:3' here: this machine has cpu"),
     "threads": (lambda d, m: (m, "--out", d / "o", "--threads", "0"), "--threads must be at least 1"),
 }
 

@@ -18,7 +18,7 @@ import tiny
 from widellm.errors import CheckpointError, ConfigError, MissingDependencyError, UnsupportedModelError
 from widellm.files import INCOMPLETE
 from widellm.sources import gguf as gguf_source
-from widellm.sources.models import load_dense, resolve_model
+from widellm.sources.models import load_dense, place, resolve_model
 from widellm.sources.quiet import quiet
 
 Build = Callable[..., Path]
@@ -89,6 +89,17 @@ def test_dtypes(tiny_checkpoint: Build) -> None:
     for wrong in ("int8", torch.int8, "double"):
         with pytest.raises(ConfigError, match="dtype must be auto or one of"):
             load_dense(str(folder), dtype=wrong)
+
+
+def test_a_model_goes_where_it_is_told(tiny_checkpoint: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_dense(str(tiny_checkpoint())).model
+    assert place(model, "cpu") is model
+    for absent in ("cuda:64", "nonsense"):
+        with pytest.raises(ConfigError, match=f"no device '{absent}'"):
+            place(model, absent)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert place(model, "meta:0").device.type == "meta"
 
 
 def test_sharded_weights(tmp_path: Path, tiny_checkpoint: Build) -> None:

@@ -24,7 +24,7 @@ from widellm.modeling.card import model_card
 from widellm.modeling.checkpoint import CARD_FILE, is_routed_directory, load, read_width, save
 from widellm.progress import Progress, no_progress
 from widellm.provenance import versions
-from widellm.sources.models import load_dense
+from widellm.sources.models import load_dense, place
 from widellm.sources.texts import (
     read_text,
     read_texts,
@@ -105,12 +105,14 @@ def prune(
     force: bool = False,
     overwrite: bool = False,
     column: str = "text",
+    device: str = "cpu",
     progress: Progress = no_progress,
 ) -> PruneResult:
     """Calibrate `model_name` on text, measure it against itself dense, and save it to `out` (None: do not save).
 
     budget: share of routable work that may be spent, in (0, 1]. text: see `sources.texts.read_texts`, or "self".
     tokens: calibration tokens; `held_out_windows` more windows of the same text, never calibrated on, are evaluated.
+    device: see `sources.models.place`.
 
     Raises WidellmError for anything a user can mend; nothing is left at `out` then.
     """
@@ -123,7 +125,7 @@ def prune(
     progress("loading", 0, 1)
     dense = load_dense(model_name, dtype=dtype)
     progress("loading", 1, 1)
-    model, tokenizer = dense.model, dense.tokenizer
+    model, tokenizer = place(dense.model, device), dense.tokenizer
     context = getattr(model.config, "max_position_embeddings", None)
     if context is not None and window > context:
         raise ConfigError(f"--window {window} is longer than the model's context of {context} tokens: ask for less")
@@ -244,17 +246,20 @@ class EvalResult:
         }
 
 
-def load_any(name: str, budget: float | None = None, dtype: Any = "auto", base: str | None = None) -> tuple[Any, Any]:
-    """(model, tokenizer) of a routed directory, or of any dense model that `load_dense` takes.
+def load_any(
+    name: str, budget: float | None = None, dtype: Any = "auto", base: str | None = None, device: str = "cpu"
+) -> tuple[Any, Any]:
+    """(model, tokenizer) of a routed directory, or of any dense model that `load_dense` takes, on `device`.
 
     Raises ConfigError when a budget below 1 is asked of a dense model.
     """
     if is_routed_directory(name):
-        return load(name, budget=budget, dtype=dtype, base=base)
+        model, tokenizer = load(name, budget=budget, dtype=dtype, base=base)
+        return place(model, device), tokenizer
     if budget is not None and check_budget(budget) < 1.0:
         raise ConfigError(f"{name} is a dense model and has no budget: run widellm prune first, or leave --budget out")
     dense = load_dense(name, dtype=dtype)
-    return dense.model, dense.tokenizer
+    return place(dense.model, device), dense.tokenizer
 
 
 def evaluate(
@@ -266,11 +271,12 @@ def evaluate(
     dtype: Any = "auto",
     column: str = "text",
     base: str | None = None,
+    device: str = "cpu",
     progress: Progress = no_progress,
 ) -> EvalResult:
     """Token perplexity of a routed directory or a dense model on a whole text, in windows of `window` tokens."""
     progress("loading", 0, 1)
-    model, tokenizer = load_any(name, budget, dtype, base)
+    model, tokenizer = load_any(name, budget, dtype, base, device)
     progress("loading", 1, 1)
     windows = whole_text_windows(tokenizer, read_text(text, column=column), window, max_windows)
     result = perplexity(model, windows, lambda d, t: progress("evaluating", d, t))

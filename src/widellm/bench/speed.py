@@ -37,6 +37,12 @@ class Stamp(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
+def _wait(device: torch.device) -> None:
+    """Until what was asked of an accelerator is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 @torch.inference_mode()
 def measure(
     model: Any,
@@ -60,8 +66,10 @@ def measure(
         for turn in range(rounds + 1):
             for budget in budgets:
                 set_budget(model, budget)
+                _wait(model.device)
                 start = time.perf_counter()
                 model(prompt, use_cache=True, logits_to_keep=1)
+                _wait(model.device)
                 took = time.perf_counter() - start
                 stamp = Stamp()
                 model.generate(

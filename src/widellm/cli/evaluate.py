@@ -11,6 +11,7 @@ import typer
 from widellm.cli.options import (
     Base,
     Column,
+    Device,
     Dtype,
     JsonFile,
     MaybeBudget,
@@ -44,6 +45,7 @@ def evaluate(
     column: Column = "text",
     dtype: Dtype = "auto",
     base: Base = None,
+    device: Device = "cpu",
     threads: Threads = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -59,14 +61,16 @@ def evaluate(
 
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         found = evaluate_tasks(
-            model, names, task_data, budget, shots, limit, batch_size, torch_dtype(dtype), seed, base
+            model, names, task_data, budget, shots, limit, batch_size, torch_dtype(dtype), seed, base, device
         )
         show.tasks_table(found)
         write_json(json_file, found)
         return
     assert text is not None
     with show.progress() as progress:
-        result = pipeline.evaluate(model, text, window, max_windows, budget, torch_dtype(dtype), column, base, progress)
+        result = pipeline.evaluate(
+            model, text, window, max_windows, budget, torch_dtype(dtype), column, base, device, progress
+        )
     show.eval_table(result)
     write_json(json_file, result.to_json())
 
@@ -83,6 +87,7 @@ def generate(
     draft_tokens: Annotated[int, typer.Option(help="Most tokens that --speculative drafts at once.")] = 4,
     dtype: Dtype = "auto",
     base: Base = None,
+    device: Device = "cpu",
     threads: Threads = None,
 ) -> None:
     """Continue a prompt."""
@@ -91,7 +96,7 @@ def generate(
     set_threads(threads)
     if max_new_tokens < 1:
         raise WidellmError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
-    loaded, tokenizer = pipeline.load_any(model, budget, torch_dtype(dtype), base)
+    loaded, tokenizer = pipeline.load_any(model, budget, torch_dtype(dtype), base, device)
     method = None
     if speculative:
         from widellm.modeling.attach import get_budget

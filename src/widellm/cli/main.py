@@ -13,7 +13,7 @@ from widellm._version import __version__
 from widellm.cli.bench import bench
 from widellm.cli.directories import card, export, push
 from widellm.cli.evaluate import PASS_ON, evaluate, generate, lm_eval
-from widellm.cli.options import Budget, Column, Dtype, JsonFile, Threads, set_threads, torch_dtype, write_json
+from widellm.cli.options import Budget, Column, Device, Dtype, JsonFile, Threads, set_threads, torch_dtype, write_json
 from widellm.cli.report import report
 from widellm.cli.train import compare, train
 from widellm.errors import WidellmError
@@ -41,6 +41,7 @@ def prune(
     seed: Annotated[int, typer.Option(help="Makes the calibration reproducible.")] = 0,
     column: Column = "text",
     dtype: Dtype = "auto",
+    device: Device = "cpu",
     threads: Threads = None,
     json_file: JsonFile = None,
     force: Annotated[bool, typer.Option("--force", help="Save even when the result misses its target.")] = False,
@@ -68,6 +69,7 @@ def prune(
             force=force,
             overwrite=overwrite,
             column=column,
+            device=device,
             progress=progress,
         )
     show.prune_table(result)

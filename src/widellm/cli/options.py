@@ -17,6 +17,7 @@ Base = Annotated[str | None, typer.Option(help="Where an adapter's base model is
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 Dtype = Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")]
 Column = Annotated[str, typer.Option(help="Column with the text, in jsonl, parquet and data sets.")]
+Device = Annotated[str, typer.Option(help="Where the model runs: cpu, or this machine's accelerator (cuda, cuda:1).")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
 
 

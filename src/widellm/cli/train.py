@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from widellm.cli.options import Column, JsonFile, Threads, numbers, set_threads, write_json
+from widellm.cli.options import Column, Device, JsonFile, Threads, numbers, set_threads, write_json
 
 Texts = Annotated[
     list[str] | None, typer.Option("--text", help="FILE, DIR or data set id; repeat to take several in turn.")
@@ -81,12 +81,14 @@ def compare(
     text: Texts = None,
     tokens: Tokens = 100_000,
     window: Window = 512,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens in an optimiser step, of every recipe.")] = 1024,
     seeds: Annotated[int, typer.Option(help="Runs per recipe; their spread is shown.")] = 3,
     budgets: Annotated[str, typer.Option(help="Budgets to evaluate at, with commas between.")] = "0.9,0.75,0.6,0.5,0.4",
     max_windows: Annotated[int | None, typer.Option(help="Evaluate on the first N windows of 1024.")] = None,
     speed: Annotated[bool, typer.Option("--speed", help="Also time prefill and decode at each budget.")] = False,
     config: Config = None,
     column: Column = "text",
+    device: Device = "cpu",
     threads: Threads = None,
 ) -> None:
     """Several recipes on one model with equal tokens, seeds and budgets: JSON, a Markdown table and a figure."""
@@ -101,11 +103,13 @@ def compare(
         eval_text=eval_text,
         tokens=tokens,
         window=window,
+        batch_tokens=batch_tokens,
         seeds=seeds,
         budgets=numbers(budgets, "--budgets", float) or (),
         max_windows=max_windows,
         config=config,
         column=column,
+        device=device,
     )
     with show.progress() as progress:
         table = run(model, out, plan, progress, measure if speed else None)

@@ -21,6 +21,7 @@ from widellm.modeling.checkpoint import load
 from widellm.optional import require
 from widellm.progress import Progress, no_progress
 from widellm.provenance import versions
+from widellm.sources.models import place
 from widellm.sources.texts import read_text, whole_text_windows
 from widellm.training.run import Settings, read_config, train
 
@@ -47,6 +48,8 @@ class Plan:
     """Windows of 1024 tokens of `eval_text`."""
     config: Path | None = None
     column: str = "text"
+    device: str = "cpu"
+    """Of the evaluation; training takes the accelerator where there is one."""
 
     def __post_init__(self) -> None:
         for budget in self.budgets:
@@ -112,6 +115,7 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """One row per budget (and one for 1.0): token perplexity, shares of work saved, speeds where there is a timer."""
     model, tokenizer = load(directory, budget=1.0)
+    place(model, plan.device)
     windows = whole_text_windows(tokenizer, read_text(plan.eval_text, plan.column), 1024, plan.max_windows)
     budgets = [1.0, *plan.budgets]
     rows = []
@@ -186,8 +190,8 @@ def figure(rows: Sequence[dict[str, Any]], path: Path) -> None:
     if all("prefill_tokens_per_s" in r for r in rows):
         axes_of.append(("time", "prefill, ms per token", lambda r: 1000.0 / r["prefill_tokens_per_s"]))
     drawn = figures.Figure(figsize=(6 * len(axes_of), 4.2), layout="constrained")
-    for place, (_, label, x_of) in enumerate(axes_of):
-        axes = drawn.add_subplot(1, len(axes_of), place + 1)
+    for number, (_, label, x_of) in enumerate(axes_of):
+        axes = drawn.add_subplot(1, len(axes_of), number + 1)
         for name in dict.fromkeys(r["recipe"] for r in rows):
             points = []
             for budget in sorted({r["budget"] for r in rows}):

@@ -26,7 +26,7 @@ from widellm.modeling.checkpoint import is_routed_directory, load
 from widellm.optional import require
 from widellm.provenance import versions
 from widellm.routing.budget import Work, WorkCounter
-from widellm.sources.models import load_dense
+from widellm.sources.models import load_dense, place
 
 NAME = "widellm"
 SPLITS = ("train", "validation", "test")
@@ -71,7 +71,7 @@ def _width_lm() -> type:
                 dense = load_dense(pretrained, dtype=dtype)
                 model, tokenizer = dense.model, dense.tokenizer
             if device is not None:
-                model.to(device)
+                place(model, device)
             quiet = logging.getLogger("lm_eval.models.huggingface")
             level = quiet.level
             quiet.setLevel(logging.ERROR)  # it warns of every model that is not given by name
@@ -128,6 +128,7 @@ def evaluate_tasks(
     dtype: Any = "auto",
     seed: int = 0,
     base: str | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Run lm-eval's tasks on a routed directory or a dense model; returns what `docs/evaluation.md` lists, as JSON.
 
@@ -157,7 +158,7 @@ def evaluate_tasks(
                 f"task {task} has no data here: give its files with --task-data DIR, which has {task}/*.jsonl "
                 f"({one_line(error, 120)})"
             ) from error
-    lm = _width_lm()(pretrained=model, budget=budget, dtype=dtype, base=base, batch_size=batch_size)
+    lm = _width_lm()(pretrained=model, budget=budget, dtype=dtype, base=base, device=device, batch_size=batch_size)
     found = harness.simple_evaluate(
         model=lm,
         tasks=loaded,

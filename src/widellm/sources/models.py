@@ -115,6 +115,22 @@ def load_dense(
     return LoadedModel(model, tokenizer, str(name), str(folder))
 
 
+def place(model: Any, device: str) -> Any:
+    """A model loaded on the CPU, left there for "cpu", or moved whole to this machine's accelerator ("cuda", "cuda:1").
+
+    Raises ConfigError for any other device.
+    """
+    found = torch.accelerator.current_accelerator()
+    here = ["cpu"] if found is None else ["cpu", found.type]
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        wanted = None
+    if wanted is None or wanted.type not in here or (wanted.index or 0) >= max(1, torch.accelerator.device_count()):
+        raise ConfigError(f"there is no device {device!r} here: this machine has {', '.join(here)}")
+    return model if wanted.type == "cpu" else model.to(wanted)  # loaded there; a quantised one may refuse to be moved
+
+
 def local_directory(
     name: str,
     revision: str | None = None,
