@@ -29,7 +29,7 @@ from widellm.modeling.attach import set_budget, width_of
 from widellm.modeling.checkpoint import load
 from widellm.provenance import versions
 from widellm.sources.texts import read_text, whole_text_windows
-from widellm.training.run import checkpoint_activations
+from widellm.training.run import checkpoint_activations, plain
 
 
 def main() -> None:
@@ -93,8 +93,11 @@ def budget_that_saves(model: Any, windows: Tensor, saved: float) -> float:
     return budget
 
 
-def memory(layers: int) -> None:
-    """Routers-only training of Llama-3.2-1B shapes with random weights: peak resident memory and what it is made of."""
+def memory(layers: int, tokens: int = 512) -> list[dict[str, float]]:
+    """Routers-only training of Llama-3.2-1B shapes with random weights: weights, and peaks of resident memory, in GB.
+
+    One row with and one without activation checkpointing, in this order: peaks never fall.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from widellm.config import WidthConfig
@@ -122,22 +125,25 @@ def memory(layers: int) -> None:
     optimiser = torch.optim.AdamW(trained, lr=1e-3)
     objective = Objective(model, recipe_of("default"), Prices.start([0.0] * len(GRID)))
     objective.install()
+    rows = []
     for checkpointing in (True, False):
         if checkpointing:
             checkpoint_activations(model)
         else:
-            model.gradient_checkpointing_disable()
+            plain(model)
         model.train()
         start = time.perf_counter()
-        objective.train_loss(model, torch.randint(1000, (1, 512)), 0, 0).backward()
+        objective.train_loss(model, torch.randint(1000, (1, tokens)), 0, 0).backward()
         optimiser.step()
         optimiser.zero_grad()
         print(
-            f"{layers} layers, 512 tokens, activation checkpointing {checkpointing}: weights {weights:.2f} GB, routers "
-            f"{sum(p.numel() for p in trained) / 1e6:.1f} M parameters, peak before the step {loaded:.2f} GB, "
+            f"{layers} layers, {tokens} tokens, activation checkpointing {checkpointing}: weights {weights:.2f} GB, "
+            f"routers {sum(p.numel() for p in trained) / 1e6:.1f} M parameters, peak before the step {loaded:.2f} GB, "
             f"after {peak_memory_gb():.2f} GB, {time.perf_counter() - start:.0f} s",
             flush=True,
         )
+        rows.append({"weights": weights, "before": loaded, "after": peak_memory_gb()})
+    return rows
 
 
 if __name__ == "__main__":

@@ -101,6 +101,30 @@ def test_detach_gives_back_every_bit(variant: str, ids: torch.Tensor) -> None:
     assert not leftovers
 
 
+@pytest.mark.requirement("R20")
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt"])
+def test_layers_and_attention_run_the_librarys_own_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No modelling code is copied: what transformers defines is called, once per layer, routed as well as dense."""
+    model = tiny_model(family)
+    route(model)
+    layer = width_of(model).layout.layers[1]
+    seen: list[str] = []
+    for module in (layer.layer, layer.attention, model):
+        (own,) = [c for c in type(module).__mro__ if c.__module__.startswith("transformers.models.")][:1]
+        forward = own.forward
+        assert forward.__module__ == own.__module__
+
+        def noted(self: Any, *args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
+            seen.append(_forward.__qualname__)
+            return _forward(self, *args, **kwargs)
+
+        monkeypatch.setattr(own, "forward", noted)
+    set_budget(model, 0.5)
+    logits_of(model, torch.randint(0, 250, (2, 33)))  # more rows than one native call takes
+    counts = sorted(seen.count(name) for name in set(seen))
+    assert counts == [1, model.config.num_hidden_layers, model.config.num_hidden_layers], seen
+
+
 def test_two_evaluations_are_bit_equal(ids: torch.Tensor) -> None:
     model = tiny_model("llama")
     route(model)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from routing_helpers import route
@@ -25,7 +25,7 @@ from widellm.errors import MissingDependencyError, UnsupportedModelError, Widell
 from widellm.kernels import cpu
 from widellm.kernels.timing import alternate
 from widellm.modeling.attach import get_budget
-from widellm.modeling.checkpoint import save
+from widellm.modeling.checkpoint import read_width, save
 from widellm.optional import available
 
 TINY = ModelShape("tiny", 32, 64, 4, 2, 8, 16, 2, 272)
@@ -200,6 +200,16 @@ def test_a_random_model_gets_routers_that_meet_the_budget(tiny_shape: None) -> N
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.requirement("R23")
+def test_the_1b_example_is_a_transformers_model_of_that_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part llama-1b: no model code of ours, 1.24 billion weights; every engine is timed on it (as on `tiny`, above)."""
+    shape = cases.SHAPES[run.RANDOM_MODEL.removeprefix(zoo.RANDOM)]
+    monkeypatch.setattr(zoo, "noise", lambda *size, dtype, scale: torch.empty(size, dtype=dtype, device="meta"))
+    model = zoo.random_model(shape, torch.bfloat16)
+    assert type(model) is LlamaForCausalLM and model.num_parameters() == 1_235_814_400
+    assert "llama-1b" in run.parts(None, has_model=False)
+
+
 def test_engines_that_disagree_stop_the_bench() -> None:
     class Fake:
         def __init__(self, logits: Tensor) -> None:
@@ -282,6 +292,7 @@ def test_bad_options_are_one_line(arguments: list[str], message: str) -> None:
     assert message in str(result.exception) and "\n" not in str(result.exception)
 
 
+@pytest.mark.requirement("R8")
 def test_the_command_writes_its_rows(tiny_shape: None, tmp_path: Path, routed_directory: Path) -> None:
     file = tmp_path / "rows.json"
     arguments = ["bench", "--only", "projections", "--shapes", "tiny", "--rows", "1,8", "--rounds", "1"]
@@ -291,7 +302,8 @@ def test_the_command_writes_its_rows(tiny_shape: None, tmp_path: Path, routed_di
     written = json.loads(file.read_text())
     about, *rows = written
     assert {r["masks"] for r in rows} == {"random", "shared", "learned"}
-    assert {"kind", "notes", "dtype", "threads", "machine", "dispatch", "versions"} == set(about)
+    assert {"kind", "notes", "dtype", "config", "threads", "machine", "dispatch", "versions"} == set(about)
+    assert about["config"] == read_width(routed_directory).config.digest()
     assert about["kind"] == "run" and about["machine"]["cpu"] and about["versions"]["torch"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import widellm
 from widellm.cli.main import main
 from widellm.modeling.attach import get_budget
 
+ROOT = Path(__file__).parents[1]
 Build = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
 PRUNE = ("--tokens", "2048", "--window", "128", "--ffn-group-size", "8", "--router-rank", "4")
@@ -110,6 +112,20 @@ def test_eval_says_what_was_measured(routed: Path, run: Run, tmp_path: Path) -> 
     again = json.loads(report.read_text())
     run("eval", routed, *args, "--budget", "0.5")
     assert again["perplexity"] == found["perplexity"]
+
+
+@pytest.mark.requirement("R8")
+def test_results_and_models_say_what_made_them(routed: Path, run: Run, tmp_path: Path) -> None:
+    """Version and, from a checkout, commit; one digest of the configuration in the model, its card and results."""
+    run("eval", routed, "--text", "python-docs", "--window", "64", "--max-windows", "1", "--json", tmp_path / "e.json")
+    saved = (routed / "width_config.json").read_bytes()
+    digest = hashlib.sha256(saved).hexdigest()[:16]
+    found = json.loads((tmp_path / "e.json").read_text())
+    assert found["config"] == digest
+    assert digest in (routed / "README.md").read_text()
+    for versions in (found["versions"], json.loads(saved)["provenance"]["versions"]):
+        assert versions["widellm"] == widellm.__version__
+        assert ("commit" in versions) == (ROOT / ".git").exists()
 
 
 def test_eval_takes_a_dense_model_and_budget_one_is_the_same(

@@ -33,6 +33,8 @@ for package in ("accelerate", "datasets", "peft"):
 
 from widellm.training.trainer import WidthTrainer  # noqa: E402
 
+ROOT = Path(__file__).parents[1]
+
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -353,6 +355,18 @@ def test_several_texts_are_taken_in_turn(place: Path) -> None:
 
 
 # ---- settings ----
+
+
+@pytest.mark.requirement("R42")
+def test_routers_of_a_1b_model_train_in_little_more_than_its_weights() -> None:
+    """What the memory table rests on, by its own script, with one layer: no second copy of the weights, no [T, V]."""
+    code = "import json, training; print(json.dumps(training.memory(1, 256)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT / "benchmarks")
+    assert done.returncode == 0, done.stderr
+    with_checkpoints, without = json.loads(done.stdout.splitlines()[-1])
+    assert 0.6 < with_checkpoints["weights"] < 0.7
+    # three chunks of 128 rows of logits in float32 are 0.2 GB
+    assert without["after"] - with_checkpoints["before"] < 0.35
 
 
 def test_settings_are_checked(place: Path) -> None:

@@ -19,7 +19,7 @@ from widellm.config import check_budget
 from widellm.errors import ConfigError, TextError, WidellmError
 from widellm.evaluation.perplexity import Comparison, Perplexity, compare_with_dense, perplexity
 from widellm.files import atomic_write_text, check_new_directory
-from widellm.modeling.attach import set_budget, width_of
+from widellm.modeling.attach import is_attached, set_budget, width_of
 from widellm.modeling.card import model_card
 from widellm.modeling.checkpoint import CARD_FILE, is_routed_directory, load, read_width, save
 from widellm.progress import Progress, no_progress
@@ -229,12 +229,15 @@ class EvalResult:
     model: str
     text: str
     result: Perplexity
+    config: str | None
+    """Digest of the routed model's configuration, None for a dense one."""
 
     def to_json(self) -> dict[str, Any]:
         """The stable keys that docs/json.md lists."""
         work = None if self.result.work is None else dataclasses.asdict(self.result.work)
         return {
             "model": self.model,
+            "config": self.config,
             "metric": "token perplexity",
             "perplexity": self.result.perplexity,
             "windows": self.result.windows,
@@ -280,7 +283,7 @@ def evaluate(
     progress("loading", 1, 1)
     windows = whole_text_windows(tokenizer, read_text(text, column=column), window, max_windows)
     result = perplexity(model, windows, lambda d, t: progress("evaluating", d, t))
-    return EvalResult(name, text, result)
+    return EvalResult(name, text, result, width_of(model).config.digest() if is_attached(model) else None)
 
 
 @torch.inference_mode()

@@ -131,7 +131,6 @@ def test_nothing_everything_and_empty(rows: int, density: float, dtype: torch.dt
     close(cpu.routed_out(h, t["down"], t["keep"]), dumb_out(h, t["down"], t["keep"], None), dtype)
 
 
-@pytest.mark.requirement("R12")
 @pytest.mark.parametrize("rows", [1, 6, 40])
 def test_groups_that_nobody_keeps_are_not_read(rows: int) -> None:
     t = make(rows, 64, 96, 6, torch.bfloat16, input_major=True)
@@ -210,7 +209,6 @@ def test_non_contiguous_inputs() -> None:
     close(cpu.routed_in(x, up, shared), dumb_in(x, up, shared, None), torch.float32)
 
 
-@pytest.mark.requirement("R12")
 def test_bad_arguments_are_named() -> None:
     t = make(3, 32, 40, 5, torch.float32, input_major=False)
     x, gate, up, down, keep = (t[name] for name in ("x", "gate", "up", "down", "keep"))

@@ -109,7 +109,6 @@ def test_nothing_everything_and_empty(rows: int, density: float) -> None:
     close(ops.routed_out(h, t["down"], t["keep"]), reference.routed_out(h, t["down"], t["keep"]))
 
 
-@pytest.mark.requirement("R12")
 @pytest.mark.parametrize("rows", [1, 6, 70])
 def test_groups_that_nobody_keeps_are_not_read(rows: int) -> None:
     t = make(rows, 64, 96, 6, torch.float16, input_major=True)
@@ -205,7 +204,6 @@ def test_router(m: int, d: int, rank: int, groups: int, dtype: torch.dtype) -> N
     assert torch.equal(keep[sure], (logits > 0.3)[sure])
 
 
-@pytest.mark.requirement("R12")
 def test_bad_arguments_are_named() -> None:
     t = make(3, 32, 40, 5, torch.float32, input_major=False)
     x, gate, up, down, keep = (t[name] for name in ("x", "gate", "up", "down", "keep"))

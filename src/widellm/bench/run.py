@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from widellm.config import KINDS
 from widellm.errors import ConfigError
 from widellm.kernels import cost_table, dispatch
 from widellm.modeling.attach import width_of
+from widellm.modeling.checkpoint import read_width
 from widellm.provenance import versions
 
 RANDOM_MODEL = RANDOM + "llama-3.2-1b"
@@ -51,6 +53,8 @@ class BenchResult:
     models: list[ModelRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     dtype: str = "bfloat16"
+    config: str | None = None
+    """Digest of the configuration of the routed directory that was given."""
 
     def to_json(self) -> list[dict[str, Any]]:
         """All rows, and one of kind "run" that says what they were measured on; docs/bench.md lists the keys."""
@@ -63,6 +67,7 @@ class BenchResult:
             "kind": "run",
             "notes": self.notes,
             "dtype": self.dtype,
+            "config": self.config,
             "threads": torch.get_num_threads(),
             "machine": cost_table.machine(),
             "dispatch": "rules" if why else "measured table",
@@ -84,6 +89,7 @@ def bench(
     result = BenchResult(dtype=str(ops.dtype).removeprefix("torch."))
     if model is not None:
         check_model(model)
+        result.config = read_width(Path(model)).config.digest()
     names = [op for part in chosen if part in OP_PARTS for op in OP_PARTS[part] if op in ops.ops]
     if names:
         learned = _learned(model, max(ops.rows), progress) if model is not None else None

@@ -176,7 +176,7 @@ def train(
         objective.remove()
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             model, width = _gathered(trainer, directory, settings, sample)
-        model = _plain(model)
+        model = plain(model)
     seconds = time.perf_counter() - start
     tokens = done * optimisation_rows(settings, arguments.world_size) * settings.window
     result = TrainResult(
@@ -314,7 +314,7 @@ def held_out_dataset(windows: Tensor) -> Any:
     return datasets.Dataset.from_dict({"input_ids": windows.tolist()})
 
 
-def _plain(model: Any) -> Any:
+def plain(model: Any) -> Any:
     """Undo what training alone needed, in place; returns the model."""
     vars(model).pop("_no_split_modules", None)
     # the name it has in newer transformers, else the old one
