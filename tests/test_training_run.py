@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 from routing_helpers import route
 from tiny import tiny_model, tiny_tokenizer
+from widellm.bench.speed import Speed
 from widellm.errors import CheckpointError, ConfigError, TextError, WidellmError
 from widellm.modeling.attach import set_budget, width_of
 from widellm.modeling.checkpoint import load, save
@@ -461,6 +463,15 @@ def test_compare_writes_table_and_figure_and_goes_on(place: Path) -> None:
     assert len(rows) == 5 * 3 and {r["seed"] for r in rows} == {0, 1}
     assert (place / "cmp" / "results.png").stat().st_size > 5000
     assert run(str(place / "long"), place / "cmp", plan) == table  # nothing is run again
+
+    def timer(model: Any, prompt: torch.Tensor, budgets: Sequence[float]) -> list[Speed]:
+        return [Speed(b, 100.0 / b, 1.0, 10.0 / b, 1.0) for b in budgets]
+
+    run(str(place / "long"), place / "cmp", plan, timer=timer)  # speeds are added to what is there
+    timed = json.loads((place / "cmp" / "results.json").read_text())["rows"]
+    assert [
+        {**r, "prefill_tokens_per_s": 100 / r["budget"], "decode_tokens_per_s": 10 / r["budget"]} for r in rows
+    ] == timed
 
 
 # ---- several processes ----

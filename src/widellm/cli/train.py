@@ -85,7 +85,9 @@ def compare(
     seeds: Annotated[int, typer.Option(help="Runs per recipe; their spread is shown.")] = 3,
     budgets: Annotated[str, typer.Option(help="Budgets to evaluate at, with commas between.")] = "0.9,0.75,0.6,0.5,0.4",
     max_windows: Annotated[int | None, typer.Option(help="Evaluate on the first N windows of 1024.")] = None,
-    speed: Annotated[bool, typer.Option("--speed", help="Also time prefill and decode at each budget.")] = False,
+    speed: Annotated[
+        bool, typer.Option("--speed", help="Also time prefill and decode at each budget, of earlier results too.")
+    ] = False,
     config: Config = None,
     column: Column = "text",
     device: Device = "cpu",

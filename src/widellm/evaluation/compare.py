@@ -63,26 +63,31 @@ class Plan:
 def run(
     directory: str, out: str | Path, plan: Plan, progress: Progress = no_progress, timer: Timer | None = None
 ) -> str:
-    """Train and evaluate what `out` does not hold yet; write results.json, results.md, results.png; return the table.
+    """Train, evaluate and (with a timer) time what `out` does not hold yet; return the table.
 
-    Every recipe starts from `directory`. The same stages and tokens whatever the recipe: `first_share` of them train
-    routers, the rest recover.
+    `out` gets results.json, results.md and results.png. Every recipe starts from `directory`. The same stages and
+    tokens whatever the recipe: `first_share` of them train routers, the rest recover.
     """
     out = Path(out)
     rows: list[dict[str, Any]] = _read(out)
-    if not any(r["recipe"] == "start" for r in rows):
-        rows += evaluate(directory, plan, "start", 0, progress, timer)
+    for name, seed in [("start", 0), *((name, seed) for seed in range(plan.seeds) for name in plan.recipes)]:
+        folder = Path(directory) if name == "start" else out / f"{name}-{seed}"
+        here = [r for r in rows if (r["recipe"], r["seed"]) == (name, seed)]
+        untimed = timer is not None and not all("prefill_tokens_per_s" in r for r in here)
+        if here and not untimed:
+            continue
+        if not here and not folder.exists():
+            _train(directory, folder, plan, name, seed, progress)
+        model, windows = _loaded(folder, plan)
+        if not here:
+            here = evaluate(model, windows, plan, name, seed, progress)
+            rows += here
+        if timer is not None:
+            for row, speed in zip(here, timer(model, windows[:1], [r["budget"] for r in here]), strict=True):
+                row["prefill_tokens_per_s"] = speed.prefill_tokens_per_s
+                row["decode_tokens_per_s"] = speed.decode_tokens_per_s
         out.mkdir(parents=True, exist_ok=True)
         _write(out, plan, rows)
-    for seed in range(plan.seeds):
-        for name in plan.recipes:
-            if any((r["recipe"], r["seed"]) == (name, seed) for r in rows):
-                continue
-            trained = out / f"{name}-{seed}"
-            if not trained.exists():
-                _train(directory, trained, plan, name, seed, progress)
-            rows += evaluate(str(trained), plan, name, seed, progress, timer)
-            _write(out, plan, rows)
     return table(rows, plan)
 
 
@@ -110,13 +115,17 @@ def _unfinished(out: Path) -> bool:
     return any(Path(f"{out}.run").glob("checkpoint-*/manifest.json"))
 
 
-def evaluate(
-    directory: str, plan: Plan, recipe: str, seed: int, progress: Progress = no_progress, timer: Timer | None = None
-) -> list[dict[str, Any]]:
-    """One row per budget (and one for 1.0): token perplexity, shares of work saved, speeds where there is a timer."""
+def _loaded(directory: str | Path, plan: Plan) -> tuple[Any, Tensor]:
+    """(model, windows to evaluate on)."""
     model, tokenizer = load(directory, budget=1.0)
-    place(model, plan.device)
     windows = whole_text_windows(tokenizer, read_text(plan.eval_text, plan.column), 1024, plan.max_windows)
+    return place(model, plan.device), windows
+
+
+def evaluate(
+    model: Any, windows: Tensor, plan: Plan, recipe: str, seed: int, progress: Progress = no_progress
+) -> list[dict[str, Any]]:
+    """One row per budget (and one for 1.0): token perplexity and shares of work saved."""
     budgets = [1.0, *plan.budgets]
     rows = []
     for number, budget in enumerate(budgets):
@@ -134,10 +143,6 @@ def evaluate(
             }
         )
         progress(f"evaluating {recipe}", number + 1, len(budgets))
-    if timer is not None:
-        for row, speed in zip(rows, timer(model, windows[:1], budgets), strict=True):
-            row["prefill_tokens_per_s"] = speed.prefill_tokens_per_s
-            row["decode_tokens_per_s"] = speed.decode_tokens_per_s
     return rows
 
 
