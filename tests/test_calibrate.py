@@ -161,8 +161,8 @@ def test_the_dial_spends_what_was_asked(calibrated: Any, windows: torch.Tensor, 
     assert abs(spent(calibrated, windows) - budget) < 0.05  # a tiny random model; the real one is held to 0.02
 
 
-def test_routing_beats_the_same_groups_for_all_tokens(calibrated: Any, windows: torch.Tensor) -> None:
-    """The routers choose by token: their logits vary from row to row, and the masks with them."""
+def test_routers_choose_by_token(calibrated: Any, windows: torch.Tensor) -> None:
+    """Logits vary from row to row, and the masks with them."""
     set_budget(calibrated, 0.5)
     with torch.no_grad():
         calibrated(windows[:1], use_cache=False)

@@ -6,12 +6,14 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +69,6 @@ def test_the_package_is_a_command_too() -> None:
 
 @pytest.mark.requirement("R9")
 @pytest.mark.requirement("R41")
-@pytest.mark.requirement("R48")
 def test_prune_writes_a_model_a_table_and_json(tiny_checkpoint: Build, run: Run, tmp_path: Path) -> None:
     out, report = tmp_path / "routed", tmp_path / "report.json"
     args = ("prune", tiny_checkpoint(), "--budget", "0.6", "--out", out, "--json", report, *PRUNE, "--force")
@@ -86,6 +87,22 @@ def test_prune_writes_a_model_a_table_and_json(tiny_checkpoint: Build, run: Run,
 
 
 @pytest.mark.requirement("R7")
+@pytest.mark.requirement("R48")
+def test_routers_are_fitted_again_after_fine_tuning(routed: Path, run: Run, tmp_path: Path) -> None:
+    """A routed directory whose weights have changed since is refused by load, and pruned like any dense one."""
+    weights = load_file(routed / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights[name] = weights[name] + 0.05 * torch.randn(weights[name].shape)
+    save_file(weights, routed / "model.safetensors", metadata={"format": "pt"})
+    code, _, err = run("generate", routed, "hello")
+    assert code == 2 and "fingerprint" in err
+    code, _, err = run("prune", routed, "--out", tmp_path / "again", *PRUNE, "--force")
+    assert code == 0, err
+    before, after = (load_file(d / "width.safetensors")["layers.0.ffn.router.up"] for d in (routed, tmp_path / "again"))
+    assert not torch.equal(before, after)
+    assert run("generate", tmp_path / "again", "hello", "--max-new-tokens", "2")[0] == 0
+
+
 def test_prune_reads_local_text_and_the_models_own(tiny_checkpoint: Build, run: Run, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("All happy families are alike; each unhappy family is unhappy in its own way.\n" * 60)
@@ -109,8 +126,8 @@ def test_eval_says_what_was_measured(routed: Path, run: Run, tmp_path: Path) -> 
     assert (found["windows"], found["window"], found["tokens"]) == (3, 64, 189)
     assert found["metric"] == "token perplexity" and found["work"]["budget"] == 0.5
     assert re.search(r"token perplexity\W+[\d.]+", shown) and "3 of 64 tokens" in shown
-    again = json.loads(report.read_text())
     run("eval", routed, *args, "--budget", "0.5")
+    again = json.loads(report.read_text())
     assert again["perplexity"] == found["perplexity"]
 
 
@@ -126,6 +143,39 @@ def test_results_and_models_say_what_made_them(routed: Path, run: Run, tmp_path:
     for versions in (found["versions"], json.loads(saved)["provenance"]["versions"]):
         assert versions["widellm"] == widellm.__version__
         assert ("commit" in versions) == (ROOT / ".git").exists()
+
+
+def test_a_routed_model_on_the_hub_is_routed(routed: Path, run: Run, tmp_path: Path, monkeypatch: Any) -> None:
+    """Given by id, it is downloaded first, and then is what a directory is."""
+    monkeypatch.setattr("widellm.sources.models._download", lambda name, revision=None: routed)
+    args = ("--text", "python-docs", "--window", "64", "--max-windows", "1", "--budget", "0.5", "--json")
+    for name in ("me/routed", routed):
+        code, _, err = run("eval", name, *args, tmp_path / "e.json")
+        assert code == 0, err
+        assert json.loads((tmp_path / "e.json").read_text())["work"]["saved_routable"] > 0.3
+
+
+WRONG = {
+    "directory of --json": (("--text", "python-docs", "--json", "nowhere/x.json"), "nowhere is not a directory"),
+    "--limit": (("--text", "python-docs", "--limit", "3"), "--limit means nothing with --text"),
+    "--window": (("--tasks", "arc_easy", "--window", "64"), "--window means nothing with --tasks"),
+    "long window": (("--text", "python-docs", "--window", "100000"), "longer than the model's context of"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_options_that_cannot_work_are_said_first(case: str, routed: Path, run: Run) -> None:
+    arguments, message = WRONG[case]
+    code, _, err = run("eval", routed, *arguments)
+    assert code == 2 and message in err and "Traceback" not in err
+
+
+def test_brackets_in_names_are_shown(tiny_checkpoint: Build, run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "[x] model"
+    shutil.copytree(tiny_checkpoint(), folder)
+    code, shown, err = run("eval", folder, "--text", "python-docs", "--window", "64", "--max-windows", "1")
+    assert code == 0, err
+    assert "[x]" in shown
 
 
 def test_eval_takes_a_dense_model_and_budget_one_is_the_same(
@@ -235,6 +285,7 @@ def test_a_budget_of_a_dense_model_is_refused(run: Run, tiny_checkpoint: Build) 
     assert code == 2 and "is a dense model" in err
 
 
+@pytest.mark.requirement("R9")
 def test_a_bad_result_is_not_saved_without_force(
     run: Run, tiny_checkpoint: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,7 +144,7 @@ def test_bad_input_is_one_clear_line(routed: Path, data: Path, tiny_checkpoint: 
         (TextError, "expected .*piqa", {"tasks": ["piqa"], "data": data}),
         (TextError, "has no data here: give its files with --task-data", {"tasks": ["piqa"]}),
         (ConfigError, "budget must be in", {"tasks": ["arc_easy"], "data": data, "budget": 1.5}),
-        (ConfigError, "is dense and has no budget", {"model": str(tiny_checkpoint()), "data": data, "budget": 0.5}),
+        (ConfigError, "is a dense model", {"model": str(tiny_checkpoint()), "data": data, "budget": 0.5}),
         (CheckpointError, "no width_config.json|no config.json", {"model": str(data), "data": data}),
     ]
     for kind, message, changes in cases:

@@ -319,6 +319,20 @@ class FakeHub:
         return f"https://hub/{repo_id}/commit/1"
 
 
+def test_save_pretrained_passes_on_what_an_upload_is_told(
+    base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = route_base(base)
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(type(model), "push_to_hub", lambda self, name, **kwargs: seen.update({"name": name, **kwargs}))
+    told = {"private": True, "revision": "next", "commit_message": "one more", "create_pr": True}
+    model.save_pretrained(tmp_path / "mine", push_to_hub=True, token="secret", **told)
+    assert seen == {"name": "mine", "token": "secret", **told}
+    seen.clear()
+    model.save_pretrained(tmp_path / "second", push_to_hub=True, is_main_process=False, state_dict={})
+    assert not (tmp_path / "second").exists() and not seen  # of several processes one writes
+
+
 @pytest.mark.parametrize("form", ["full", "adapter"])
 def test_push_to_hub_uploads_a_card(form: str, base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub

@@ -29,7 +29,7 @@ LAYERS = (
     ("modeling",),
     ("calibrate",),
     ("training",),
-    ("evaluation", "baselines"),
+    ("evaluation",),
     ("bench", "report", "integrations"),
     ("pipeline", "doctor"),
     ("cli",),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from routing_helpers import route
 from tiny import tiny_model
+from widellm.calibrate.dial import router_logits
 from widellm.config import WidthConfig
 from widellm.errors import ConfigError
 from widellm.modeling.attach import attach, detach, set_budget, width_of
@@ -408,6 +409,10 @@ def test_static_width_keeps_the_same_groups_for_all_tokens(score: str) -> None:
         mlp.up_proj.weight[:8] *= 20
         width.router(width.sublayers[1]).bias[0] += 20
     static_start(model, score, ids_of(3, 40))
+    # the dial was of other routers: training starts from thresholds of these
+    assert width.dial is None
+    first = Prices.start([float(t) for t in router_logits(model, ids_of(3, 40)).quantiles(GRID)])
+    assert torch.equal(start_prices(model, ids_of(3, 40)).thresholds, first.thresholds)
     for sub in width.sublayers:
         sub.threshold = float(width.router(sub).bias.detach().median())
     with torch.no_grad():

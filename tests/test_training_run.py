@@ -28,7 +28,8 @@ from widellm.training import checkpoints
 from widellm.training.data import cache_key, packed_dataset, stream_windows, streamed_dataset
 from widellm.training.guards import Usage, first_not_finite, warnings_of
 from widellm.training.recipes import Optimisation, recipe_of
-from widellm.training.run import Interrupted, Settings, _long_windows, optimisation_rows, read_config, steps_of, train
+from widellm.training.run import Interrupted, _long_windows, train
+from widellm.training.settings import Settings, optimisation_rows, read_config, steps_of
 
 for package in ("accelerate", "datasets", "peft"):
     pytest.importorskip(package, reason="the extra `train` is not installed")
@@ -96,6 +97,7 @@ def test_router_stage_leaves_the_backbone_bit_identical(place: Path) -> None:
     assert not torch.equal(before["layers.0.ffn.router.down"], after["layers.0.ffn.router.down"])
 
 
+@pytest.mark.requirement("R49")
 @pytest.mark.parametrize("name", ["wide", "skipgpt", "layer-skip"])
 def test_published_recipes_go_through_both_stages(place: Path, name: str) -> None:
     train(str(place / "in"), place / "one", settings(place, name, stage="routers"))
@@ -135,6 +137,7 @@ def _killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WidthTrainer, "training_step", dying)
 
 
+@pytest.mark.requirement("R49")
 @pytest.mark.parametrize("streaming", [False, True])
 def test_resume_after_a_kill_is_bit_equal(place: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
     chosen = settings(place, save_every=3, streaming=streaming, recipe_changes={"lora_dropout": 0.1})
@@ -172,6 +175,40 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_it_used(place: Path, m
     assert any("checkpoint-4 is damaged (optimizer.pt has changed)" in w for w in result.warnings)
     whole, cut = trained_tensors(place / "whole"), trained_tensors(place / "cut")
     assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items())
+
+
+def test_a_run_goes_on_only_as_it_began(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = settings(place, save_every=2)
+    with monkeypatch.context() as patch:
+        _killed_at(5, patch)
+        with pytest.raises(RuntimeError, match="killed"):
+            train(str(place / "in"), place / "cut", chosen)
+    for changes, message in (({"seed": 1}, "seed: 0 then, 1 now"), ({"micro_batch": 1}, "micro_batch: 2 then, 1 now")):
+        with pytest.raises(CheckpointError, match=message):
+            train(str(place / "in"), place / "cut", dataclasses.replace(chosen, **changes), resume=True)
+    model = tiny_model(seed=3)
+    route(model)
+    save(model, place / "other", tiny_tokenizer())
+    with pytest.raises(CheckpointError, match="another start"):
+        train(str(place / "other"), place / "cut", chosen, resume=True)
+    assert train(str(place / "in"), place / "cut", dataclasses.replace(chosen, budget=0.7), resume=True).steps == 8
+
+
+def test_what_a_killed_run_left_unfinished_does_not_stand_in_the_way(place: Path) -> None:
+    leftover = place / "out.run" / "checkpoint-1"
+    leftover.mkdir(parents=True)
+    (leftover / "optimizer.pt").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match="run again without --resume"):
+        train(str(place / "in"), place / "out", settings(place), resume=True)
+    train(str(place / "in"), f"{place}/out/", settings(place, tokens=256))
+    assert (place / "out").is_dir() and (leftover / "optimizer.pt").read_bytes() != b"half"
+
+
+def test_a_budget_below_what_the_routers_can_spend_still_loads(place: Path) -> None:
+    result = train(str(place / "in"), place / "out", settings(place, tokens=256, budget=0.01))
+    assert any("the least that these routers can spend" in w for w in result.warnings)
+    model, _ = load(place / "out")
+    assert width_of(model).dial is not None and 0.01 < width_of(model).config.provenance["budget"] < 0.5
 
 
 def test_every_kind_of_damage_is_named(tmp_path: Path) -> None:
@@ -305,7 +342,9 @@ def test_the_best_checkpoint_is_kept(place: Path) -> None:
     worse = {"recover": Optimisation(router_lr=5.0, lora_lr=0.0, warmup=0.9, batch_tokens=128)}
     result = train(str(place / "in"), place / "out", settings(place, evaluations=8, recipe_changes=worse))
     losses = [h["eval_loss"] for h in result.history if "eval_loss" in h]
-    assert losses[-1] > min(losses[1:]) and result.loss_after == min(losses)
+    assert losses[-1] > min(losses[1:]) and result.loss_after == min(losses[1:])
+    # what there was before training is never saved, so it is not the best either
+    assert (result.loss_after > losses[0]) == any("worse" in w for w in result.warnings)
     best = losses[1:].index(min(losses[1:])) + 1
     read = load_file(place / "out.run" / f"checkpoint-{best}" / "model.safetensors")
     saved = load_file(place / "out" / "width.safetensors")
@@ -322,6 +361,8 @@ def test_windows_are_made_once_for_equal_text_and_settings(place: Path) -> None:
     key = cache_key(tokenizer, [text], 640, 32, "text", 0)
     assert (place / "cache" / "windows" / key).is_dir()
     assert key != cache_key(tokenizer, [text], 640, 16, "text", 0)
+    (place / "same.jsonl").write_text((place / "text.txt").read_text())  # another reader, other text
+    assert key != cache_key(tokenizer, [str(place / "same.jsonl")], 640, 32, "text", 0)
     (place / "text.txt").write_text((place / "text.txt").read_text() + "more")
     assert key != cache_key(tokenizer, [text], 640, 32, "text", 0)
     with pytest.raises(TextError, match="too short"):
@@ -335,6 +376,30 @@ def test_streamed_windows_are_the_packed_ones(place: Path) -> None:
     assert [r["input_ids"] for r in streamed] == packed["input_ids"][:]
     lazily = streamed_dataset(tokenizer, [text], 32)
     assert next(iter(lazily.skip(3)))["input_ids"] == packed[3]["input_ids"]
+    with pytest.raises(TextError, match="are needed: give more text"):
+        list(stream_windows(tokenizer, [text], 32, "text", 0, wanted=10**4))
+
+
+def test_a_stream_that_is_too_short_is_not_read_twice(place: Path) -> None:
+    (place / "text.txt").write_text("north south tree " * 300)
+    with pytest.raises(TextError, match="are needed: give more text"):
+        train(str(place / "in"), place / "out", settings(place, streaming=True, tokens=128 * 60, evaluations=1))
+    assert not (place / "out").exists()
+
+
+def test_two_runs_may_pack_the_same_text_at_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from widellm.training import data
+
+    tokenizer, text = tiny_tokenizer(), str(place / "text.txt")
+    whole = data.token_windows
+
+    def slow(*args: Any, **kwargs: Any) -> torch.Tensor:
+        monkeypatch.setattr(data, "token_windows", whole)
+        packed_dataset(tokenizer, [text], 640, 32)  # the other one is done first
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(data, "token_windows", slow)
+    assert len(packed_dataset(tokenizer, [text], 640, 32)) == 20
 
 
 def test_the_dial_is_measured_on_long_windows() -> None:
@@ -383,7 +448,6 @@ def test_settings_are_checked(place: Path) -> None:
         train(str(place / "in"), place / "in", settings(place))
 
 
-@pytest.mark.requirement("R49")
 def test_both_stages_from_one_file(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     content = {
@@ -467,6 +531,9 @@ def test_compare_writes_table_and_figure_and_goes_on(place: Path) -> None:
     def timer(model: Any, prompt: torch.Tensor, budgets: Sequence[float]) -> list[Speed]:
         return [Speed(b, 100.0 / b, 1.0, 10.0 / b, 1.0) for b in budgets]
 
+    for other in ({"tokens": 1024}, {"budgets": (0.7,)}):
+        with pytest.raises(ConfigError, match=f"was made with {next(iter(other))}"):
+            run(str(place / "long"), place / "cmp", dataclasses.replace(plan, **other))
     run(str(place / "long"), place / "cmp", plan, timer=timer)  # speeds are added to what is there
     timed = json.loads((place / "cmp" / "results.json").read_text())["rows"]
     assert [
@@ -539,6 +606,15 @@ def test_two_processes_with_fsdp_learn_like_one_and_resume(place: Path) -> None:
         ({"recipe": {"budgets": "x"}}, "budgets is two numbers"),
         ({"recipe": {"budgets": [0.5, 2.0]}}, "budget must be in"),
         ({"trainer": {"nope": 1}}, "nope"),
+        ({"trainer": {"learning_rate": 1e-4}}, "trainer's learning_rate follows from the recipe"),
+        ({"trainer": {"num_train_epochs": 2}}, "trainer's num_train_epochs follows"),
+        ({"recipe": {"recover": {"lora_lr": 0.1}}}, "recover stands beside recipe"),
+        ({"recover": {"lora_lr": "1e-3"}}, "lora_lr must be a number of at least 0, got '1e-3'"),
+        ({"recover": {"batch_tokens": 0.5}}, "batch_tokens must be a whole number"),
+        ({"recipe": {"budgets": ["0.4", 0.9]}}, "budgets is two numbers above 0"),
+        ({"recipe": {"up_lr_factor": 0}}, "up_lr_factor must be a number"),
+        ({"recipe": {"label_share": 2}}, "label_share must be a number from 0 to 1"),
+        ({"recipe": {"target": [0.5, 1.5]}}, "target is a share"),
     ],
 )
 def test_a_config_that_means_nothing_is_one_line(place: Path, file: dict[str, Any], message: str) -> None:

@@ -37,6 +37,8 @@ _OPTIONAL = {
     "llama-cpp-python": "llama",
     "lm_eval": "eval",
     "torchao": "quant",
+    "peft": "train",
+    "vllm": "serving",
 }
 
 
@@ -118,8 +120,8 @@ def _memory() -> dict[str, float]:
     try:
         page = os.sysconf("SC_PAGE_SIZE")
         return {
-            "total": round(os.sysconf("SC_PHYS_PAGES") * page / 2**30, 1),
-            "free": round(os.sysconf("SC_AVPHYS_PAGES") * page / 2**30, 1),
+            "total": round(os.sysconf("SC_PHYS_PAGES") * page / 1e9, 1),
+            "free": round(os.sysconf("SC_AVPHYS_PAGES") * page / 1e9, 1),
         }
     except (AttributeError, ValueError, OSError):  # Windows has no sysconf, some systems not these names
         return {}
@@ -140,7 +142,7 @@ def _devices() -> dict[str, str]:
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             kind = "hip" if torch.version.hip else f"compute capability {properties.major}.{properties.minor}"
-            memory = properties.total_memory / 2**30
+            memory = properties.total_memory / 1e9
             found[f"cuda:{index}"] = f"{properties.name}, {kind}, {memory:.0f} GB"
     else:
         built = torch.version.cuda or torch.version.hip

@@ -16,16 +16,18 @@ from torch import Tensor
 from widellm.bench.speed import Speed, measure
 from widellm.calibrate.calibration import Calibration, Settings, calibrate
 from widellm.config import check_budget
-from widellm.errors import ConfigError, TextError, WidellmError
+from widellm.errors import TextError, WidellmError
 from widellm.evaluation.perplexity import Comparison, Perplexity, compare_with_dense, perplexity
 from widellm.files import atomic_write_text, check_new_directory
 from widellm.modeling.attach import is_attached, set_budget, width_of
 from widellm.modeling.card import model_card
-from widellm.modeling.checkpoint import CARD_FILE, is_routed_directory, load, read_width, save
+from widellm.modeling.checkpoint import CARD_FILE, load, load_any, read_width, save
 from widellm.progress import Progress, no_progress
 from widellm.provenance import versions
 from widellm.sources.models import load_dense, place
 from widellm.sources.texts import (
+    check_window,
+    context_of,
     read_text,
     read_texts,
     sample_texts,
@@ -126,9 +128,7 @@ def prune(
     dense = load_dense(model_name, dtype=dtype)
     progress("loading", 1, 1)
     model, tokenizer = place(dense.model, device), dense.tokenizer
-    context = getattr(model.config, "max_position_embeddings", None)
-    if context is not None and window > context:
-        raise ConfigError(f"--window {window} is longer than the model's context of {context} tokens: ask for less")
+    check_window(model, window)
     wanted = (math.ceil(tokens / window) + held_out_windows) * window
     texts: Iterable[str]
     if text == "self":
@@ -146,7 +146,7 @@ def prune(
     warnings = _verdict(comparison, budget, force)
     record_results(model, [_result_row(comparison, f"held-out part of {text}")])
     progress("speed", 0, 1)
-    prompt = held_out.reshape(1, -1)[:, : min(1024, context or 1024)]  # learned positions end there
+    prompt = held_out.reshape(1, -1)[:, : min(1024, context_of(model) or 1024)]  # learned positions end there
     dense_speed, routed_speed = measure(model, prompt, [1.0, budget])
     progress("speed", 1, 1)
     if out is not None:
@@ -208,6 +208,7 @@ def measure_card(
     """
     folder = Path(directory)
     model, tokenizer = load(folder, dtype=dtype, base=base)
+    check_window(model, window)
     windows = whole_text_windows(tokenizer, read_text(text, column=column), window, max_windows)
     rows = []
     for budget in budgets:
@@ -249,22 +250,6 @@ class EvalResult:
         }
 
 
-def load_any(
-    name: str, budget: float | None = None, dtype: Any = "auto", base: str | None = None, device: str = "cpu"
-) -> tuple[Any, Any]:
-    """(model, tokenizer) of a routed directory, or of any dense model that `load_dense` takes, on `device`.
-
-    Raises ConfigError when a budget below 1 is asked of a dense model.
-    """
-    if is_routed_directory(name):
-        model, tokenizer = load(name, budget=budget, dtype=dtype, base=base)
-        return place(model, device), tokenizer
-    if budget is not None and check_budget(budget) < 1.0:
-        raise ConfigError(f"{name} is a dense model and has no budget: run widellm prune first, or leave --budget out")
-    dense = load_dense(name, dtype=dtype)
-    return place(dense.model, device), dense.tokenizer
-
-
 def evaluate(
     name: str,
     text: str,
@@ -279,8 +264,10 @@ def evaluate(
 ) -> EvalResult:
     """Token perplexity of a routed directory or a dense model on a whole text, in windows of `window` tokens."""
     progress("loading", 0, 1)
-    model, tokenizer = load_any(name, budget, dtype, base, device)
+    model, tokenizer = load_any(name, budget, dtype, base)
+    place(model, device)
     progress("loading", 1, 1)
+    check_window(model, window)
     windows = whole_text_windows(tokenizer, read_text(text, column=column), window, max_windows)
     result = perplexity(model, windows, lambda d, t: progress("evaluating", d, t))
     return EvalResult(name, text, result, width_of(model).config.digest() if is_attached(model) else None)

@@ -11,9 +11,21 @@ from torch import Tensor
 from widellm.errors import ConfigError
 from widellm.modeling.attach import Width, width_of
 from widellm.routing.budget import Dial
+from widellm.routing.state import SubLayer
 
 SETTINGS = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.83, 0.9, 0.95, 0.975, 0.99)
 """Shares that the dial's settings aim at; each is stored with the share that was really spent."""
+
+
+def work_above(sublayers: Sequence[SubLayer], logits: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """All logits, descending, and the share of the routable work that lies at or above each, float64.
+
+    logits: of each sub-layer in turn [n], over any tokens; a sub-layer's work is spread evenly over them.
+    """
+    work = [torch.full_like(v, s.groups * s.group_cost / v.numel()) for s, v in zip(sublayers, logits, strict=True)]
+    value, order = torch.cat(list(logits)).sort(descending=True)
+    share = torch.cat(work)[order].double().cumsum(0)
+    return value, share / share[-1]
 
 
 class Collector:
@@ -26,14 +38,7 @@ class Collector:
 
     def _sorted(self) -> tuple[Tensor, Tensor]:
         """All logits, descending, and the share of the routable work that lies at or above each."""
-        values, weights = [], []
-        for sub, seen in zip(self.width.sublayers, self.logits, strict=True):
-            flat = torch.cat(seen)
-            values.append(flat)
-            weights.append(torch.full_like(flat, sub.groups * sub.group_cost / flat.numel()))
-        value, order = torch.cat(values).sort(descending=True)
-        share = torch.cat(weights)[order].double().cumsum(0)
-        return value, share / share[-1]
+        return work_above(self.width.sublayers, [torch.cat(seen) for seen in self.logits])
 
     def quantiles(self, shares: Sequence[float]) -> list[float]:
         """Thresholds above which these shares of the routable work lie, by the logits that were seen."""

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
-from widellm.cli.options import numbers
+from widellm.cli.options import JsonFile, Threads, numbers, set_threads, write_json
 from widellm.errors import WidellmError
 
 
@@ -40,8 +41,8 @@ def bench(
     new_tokens: Annotated[int, typer.Option(help="Models: tokens decoded.")] = 32,
     rounds: Annotated[int, typer.Option(help="Rounds in which everything takes its turn.")] = 3,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the rows to this file.")] = None,
+    threads: Threads = None,
+    json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture per op into this directory.")] = None,
 ) -> None:
     """Time routed ops and whole models against the fastest dense ones; losing rows are printed too."""
@@ -51,13 +52,9 @@ def bench(
     from widellm.bench.models import ModelSettings
     from widellm.bench.ops import OpSettings
     from widellm.cli import show
-    from widellm.files import atomic_write_json
     from widellm.kernels.registry import check_backend
 
-    if threads is not None:
-        if threads < 1:
-            raise WidellmError(f"--threads must be at least 1, got {threads}")
-        torch.set_num_threads(threads)
+    set_threads(threads)
     if dtype not in ("bfloat16", "float32"):
         raise WidellmError(f"--dtype must be bfloat16 or float32, got {dtype!r}")
     chosen = run.parts(only, model is not None)
@@ -93,11 +90,10 @@ def bench(
     with show.progress() as progress:
         result = run.bench(chosen, ops, None if model is None else str(model), settings, progress)
     table(result)
-    if json_file is not None:
-        atomic_write_json(json_file, result.to_json())
+    write_json(json_file, result.to_json())
     if plot is not None:
         for path in plots.write_plots(result.ops, plot):
-            show.console.print(f"Wrote {path}", markup=False)
+            show.console.print(f"Wrote {path}")
 
 
 def table(result: Any) -> None:
@@ -113,7 +109,7 @@ def table(result: Any) -> None:
             speed = f"{r.speedup:.2f}x"
             found.add_row(
                 r.masks, r.backend, str(r.rows), f"{r.density:g}", f"{r.ms:.3f}", f"{r.dense_ms:.3f}",
-                r.dense_backend, f"[red]{speed}[/red]" if r.speedup < 0.97 else speed,
+                r.dense_backend, Text(speed, "red" if r.speedup < 0.97 else ""),
             )  # fmt: skip
         console.print(found)
     for model in dict.fromkeys(r.model for r in result.models):
@@ -133,9 +129,9 @@ def table(result: Any) -> None:
         console.print(found)
     machine = result.about()["machine"]
     about = f"{machine['cpu']}, {machine['threads']} threads, {machine['instructions']}; torch {machine['torch']}"
-    console.print(f"Medians. {about}; dispatch by {result.about()['dispatch']}.", markup=False)
+    console.print(f"Medians. {about}; dispatch by {result.about()['dispatch']}.")
     for note in result.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
 
 
 _TEXT = ("masks", "backend")

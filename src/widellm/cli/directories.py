@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from widellm.cli.options import Base, Column, Dtype, Threads, numbers, set_threads, torch_dtype
+from widellm.errors import WidellmError
 
 Directory = Annotated[Path, typer.Argument(help="Routed directory, full or adapter form.")]
 
@@ -19,13 +20,15 @@ def export(
         str, typer.Option(help="full (with the weights) or adapter (routers; the base model by name).")
     ] = "full",
     base: Base = None,
-    shard_size: Annotated[str, typer.Option(help="Largest weight file of the full form.")] = "50GB",
+    shard_size: Annotated[str | None, typer.Option(help="Largest weight file of the full form; default 50GB.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing directory.")] = False,
 ) -> None:
     """Write a routed directory in the other form (or again in the same); nothing is lost on the way."""
     from widellm.modeling import checkpoint
 
-    options = {"max_shard_size": shard_size} if form == "full" else {}
+    if shard_size is not None and form == "adapter":
+        raise WidellmError("--shard-size is of the full form: leave it out, or ask for --form full")
+    options = {"max_shard_size": shard_size or "50GB"} if form == "full" else {}
     checkpoint.export(directory, out, form=form, base=base, overwrite=overwrite, **options)
     size = sum(file.stat().st_size for file in out.iterdir())
     typer.echo(f"{out}: {form} form, {size / 1e6:.1f} MB")

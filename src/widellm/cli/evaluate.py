@@ -39,7 +39,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Only so many documents of each task.")] = None,
     batch_size: Annotated[int, typer.Option(help="Requests of a task at once.")] = 8,
     seed: Annotated[int, typer.Option(help="Chooses the examples of --shots.")] = 0,
-    window: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
+    window: Annotated[int | None, typer.Option(help="Tokens in a window; default 1024.")] = None,
     max_windows: Annotated[int | None, typer.Option(help="Evaluate only the first N windows.")] = None,
     budget: MaybeBudget = None,
     column: Column = "text",
@@ -56,6 +56,12 @@ def evaluate(
     set_threads(threads)
     if (text is None) == (tasks is None):
         raise WidellmError("say what to evaluate on: --text FILE for perplexity, or --tasks NAMES")
+    without = {"--limit": limit, "--shots": shots, "--task-data": task_data}
+    if tasks is not None:
+        without = {"--window": window, "--max-windows": max_windows}
+    odd = [name for name, value in without.items() if value is not None]
+    if odd:
+        raise WidellmError(f"{odd[0]} means nothing with {'--text' if tasks is None else '--tasks'}: leave it out")
     if tasks is not None:
         from widellm.integrations.lm_eval import evaluate_tasks
 
@@ -69,7 +75,7 @@ def evaluate(
     assert text is not None
     with show.progress() as progress:
         result = pipeline.evaluate(
-            model, text, window, max_windows, budget, torch_dtype(dtype), column, base, device, progress
+            model, text, window or 1024, max_windows, budget, torch_dtype(dtype), column, base, device, progress
         )
     show.eval_table(result)
     write_json(json_file, result.to_json())
@@ -92,11 +98,14 @@ def generate(
 ) -> None:
     """Continue a prompt."""
     from widellm import pipeline
+    from widellm.modeling.checkpoint import load_any
+    from widellm.sources.models import place
 
     set_threads(threads)
     if max_new_tokens < 1:
         raise WidellmError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
-    loaded, tokenizer = pipeline.load_any(model, budget, torch_dtype(dtype), base, device)
+    loaded, tokenizer = load_any(model, budget, torch_dtype(dtype), base)
+    place(loaded, device)
     method = None
     if speculative:
         from widellm.modeling.attach import get_budget

@@ -87,13 +87,14 @@ def demo(
     """The main job on the embedded model: prune SmolLM2-135M, show the figures, and let it speak at three budgets."""
     from widellm import pipeline
     from widellm.cli import show
+    from widellm.modeling.checkpoint import load
 
     set_threads(threads)
     with show.progress() as progress:
         result = pipeline.prune("smollm2-135m", out, budget, overwrite=overwrite, progress=progress)
     show.prune_table(result)
     write_json(json_file, result.to_json())
-    model, tokenizer = pipeline.load_any(str(out))
+    model, tokenizer = load(out)
     show.generations(model, tokenizer, "The capital of France is", [1.0, 0.75, budget])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,11 +15,29 @@ MaybeBudget = Annotated[
     float | None, typer.Option(help="Share of routable work that may be spent; default: what the model was made for.")
 ]
 Base = Annotated[str | None, typer.Option(help="Where an adapter's base model is, when it is not where it was.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 Dtype = Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")]
 Column = Annotated[str, typer.Option(help="Column with the text, in jsonl, parquet and data sets.")]
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu, or this machine's accelerator (cuda, cuda:1).")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
+
+
+def check_file(path: Path | None) -> Path | None:
+    """`path` as it is; WidellmError, before the long work, if it cannot be written to."""
+    if path is None:
+        return None
+    parent = path.absolute().parent
+    if path.is_dir():
+        raise WidellmError(f"{path} is a directory: give the name of a file")
+    if not parent.is_dir():
+        raise WidellmError(f"{path} cannot be written: {parent} is not a directory")
+    if not os.access(parent, os.W_OK | os.X_OK) and not path.exists():
+        raise WidellmError(f"{path} cannot be written: no permission to write to {parent}")
+    return path
+
+
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", callback=check_file, help="Also write the figures to this file.")
+]
 
 
 def torch_dtype(name: str) -> Any:

@@ -8,7 +8,17 @@ from typing import Annotated
 
 import typer
 
-from widellm.cli.options import Column, Dtype, JsonFile, MaybeBudget, Threads, set_threads, torch_dtype, write_json
+from widellm.cli.options import (
+    Column,
+    Dtype,
+    JsonFile,
+    MaybeBudget,
+    Threads,
+    check_file,
+    set_threads,
+    torch_dtype,
+    write_json,
+)
 from widellm.errors import WidellmError
 
 
@@ -41,9 +51,7 @@ def report(
     from widellm.report.page import render
     from widellm.report.summary import summary
 
-    for path in (out, json_file):
-        if path is not None:
-            _check_file(path)
+    check_file(out)
     if figures is not None:
         if os.path.lexists(figures):
             raise WidellmError(f"{figures} exists: give --figures a new directory")
@@ -60,15 +68,4 @@ def report(
     write_json(json_file, data)
     atomic_write_text(out, page)
     show.console.print(summary(data))
-    show.console.print(f"Written to {out}", markup=False)
-
-
-def _check_file(path: Path) -> None:
-    """WidellmError, before the long work, if `path` cannot be written to."""
-    parent = path.absolute().parent
-    if path.is_dir():
-        raise WidellmError(f"{path} is a directory: give the name of a file")
-    if not parent.is_dir():
-        raise WidellmError(f"{path} cannot be written: {parent} is not a directory")
-    if not os.access(parent, os.W_OK | os.X_OK) and not path.exists():
-        raise WidellmError(f"{path} cannot be written: no permission to write to {parent}")
+    show.console.print(f"Written to {out}")

@@ -22,7 +22,7 @@ from widellm.pipeline import EvalResult, PruneResult, generate
 from widellm.progress import Progress as ProgressCall
 from widellm.training.run import TrainResult
 
-console = Console()
+console = Console(markup=False)  # paths and messages may hold brackets
 
 
 @contextmanager
@@ -73,9 +73,9 @@ def prune_table(result: PruneResult) -> None:
         f"{result.calibration.peak_memory_gb:.1f} GB. The weights in memory are as large as before."
     )
     for warning in result.warnings:
-        console.print(f"[yellow]warning:[/yellow] {warning}")
+        console.print(f"warning: {warning}", style="yellow")
     if result.saved_to is not None:
-        console.print(f"Saved to {result.saved_to}", markup=False)
+        console.print(f"Saved to {result.saved_to}")
 
 
 def train_table(result: TrainResult) -> None:
@@ -92,8 +92,8 @@ def train_table(result: TrainResult) -> None:
     table.add_row("peak memory", f"{result.peak_memory_gb:.1f} GB")
     console.print(table)
     for warning in result.warnings:
-        console.print(f"[yellow]warning:[/yellow] {warning}")
-    console.print(f"Saved to {result.saved_to}; {result.saved_to}.run holds the checkpoints", markup=False)
+        console.print(f"warning: {warning}", style="yellow")
+    console.print(f"Saved to {result.saved_to}; {result.saved_to}.run holds the checkpoints")
 
 
 def eval_table(result: EvalResult) -> None:
@@ -129,7 +129,6 @@ def tasks_table(found: dict[str, Any]) -> None:
         console.print(
             f"Budget {work['budget']:g}: routable work saved {work['saved_routable']:.1%}, all layers' "
             f"{work['saved_all_layers']:.1%}, over all requests. Data: {found['data']}, seed {found['seed']}.",
-            markup=False,
         )
 
 
@@ -139,8 +138,8 @@ def generations(model: Any, tokenizer: Any, prompt: str, budgets: Sequence[float
 
     for budget in budgets:
         set_budget(model, budget)
-        console.print(f"[bold]budget {budget:g}:[/bold]", end=" ")
-        console.print(generate(model, tokenizer, prompt, 24), markup=False)
+        console.print(f"budget {budget:g}:", end=" ", style="bold")
+        console.print(generate(model, tokenizer, prompt, 24))
 
 
 def doctor_table(found: dict[str, Any]) -> None:
@@ -158,7 +157,7 @@ def doctor_table(found: dict[str, Any]) -> None:
 
 def explain_table(found: dict[str, Any]) -> None:
     """What `explain` returned: equal layers in one row."""
-    console.print(f"Measured costs: {found['table']}", markup=False)
+    console.print(f"Measured costs: {found['table']}")
     table = Table(title=f"What layers use at budget {found['budget']:g}", title_justify="left")
     for column in ("layers", "op", "rows", "uses", "why"):
         table.add_column(column)

@@ -45,8 +45,8 @@ def train(
 ) -> None:
     """Train routers, or routers and adapters; adapters are folded in and the dial is measured anew."""
     from widellm.cli import show
-    from widellm.training.run import Settings, read_config
     from widellm.training.run import train as run
+    from widellm.training.settings import Settings, read_config
 
     set_threads(threads)
     chosen, trainer = read_config(recipe, config)

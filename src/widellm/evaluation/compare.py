@@ -22,9 +22,12 @@ from widellm.optional import require
 from widellm.progress import Progress, no_progress
 from widellm.provenance import versions
 from widellm.sources.models import place
-from widellm.sources.texts import read_text, whole_text_windows
-from widellm.training.run import Settings, read_config, train
+from widellm.sources.texts import context_of, read_text, whole_text_windows
+from widellm.training.run import train
+from widellm.training.settings import Settings, read_config
 
+EVAL_WINDOW = 1024
+"""Tokens in a window of the evaluation, where the model's context has as many."""
 SECOND_ORDER = 1000
 """Added to the seed of stage 1, where there are two."""
 Timer = Callable[[Any, Tensor, Sequence[float]], Sequence[Any]]
@@ -45,7 +48,7 @@ class Plan:
     seeds: int = 3
     budgets: tuple[float, ...] = (0.9, 0.75, 0.6, 0.5, 0.4)
     max_windows: int | None = None
-    """Windows of 1024 tokens of `eval_text`."""
+    """Of `eval_text`, EVAL_WINDOW tokens each; None: all."""
     config: Path | None = None
     column: str = "text"
     device: str = "cpu"
@@ -66,10 +69,11 @@ def run(
     """Train, evaluate and (with a timer) time what `out` does not hold yet; return the table.
 
     `out` gets results.json, results.md and results.png. Every recipe starts from `directory`. The same stages and
-    tokens whatever the recipe: `first_share` of them train routers, the rest recover.
+    tokens whatever the recipe: `first_share` of them train routers, the rest recover. Raises ConfigError when `out` is
+    of another plan: only recipes and seeds can be added.
     """
     out = Path(out)
-    rows: list[dict[str, Any]] = _read(out)
+    rows = _read(out, directory, plan)
     for name, seed in [("start", 0), *((name, seed) for seed in range(plan.seeds) for name in plan.recipes)]:
         folder = Path(directory) if name == "start" else out / f"{name}-{seed}"
         here = [r for r in rows if (r["recipe"], r["seed"]) == (name, seed)]
@@ -87,7 +91,7 @@ def run(
                 row["prefill_tokens_per_s"] = speed.prefill_tokens_per_s
                 row["decode_tokens_per_s"] = speed.decode_tokens_per_s
         out.mkdir(parents=True, exist_ok=True)
-        _write(out, plan, rows)
+        _write(out, directory, plan, rows)
     return table(rows, plan)
 
 
@@ -99,7 +103,15 @@ def _train(directory: str, out: Path, plan: Plan, name: str, seed: int, progress
     )
     first = int(plan.tokens * recipe.first_share)
     settings = Settings(
-        recipe, "recover", plan.tokens - first, plan.texts, plan.column, plan.window, seed=seed, trainer=trainer
+        recipe,
+        "recover",
+        plan.tokens - first,
+        plan.texts,
+        plan.column,
+        plan.window,
+        micro_batch=max(1, min(2, plan.batch_tokens // plan.window)),
+        seed=seed,
+        trainer=trainer,
     )
     if first:
         between = out.with_name(f"{out.name}.routers")
@@ -118,7 +130,8 @@ def _unfinished(out: Path) -> bool:
 def _loaded(directory: str | Path, plan: Plan) -> tuple[Any, Tensor]:
     """(model, windows to evaluate on)."""
     model, tokenizer = load(directory, budget=1.0)
-    windows = whole_text_windows(tokenizer, read_text(plan.eval_text, plan.column), 1024, plan.max_windows)
+    length = min(EVAL_WINDOW, context_of(model) or EVAL_WINDOW)
+    windows = whole_text_windows(tokenizer, read_text(plan.eval_text, plan.column), length, plan.max_windows)
     return place(model, plan.device), windows
 
 
@@ -139,6 +152,7 @@ def evaluate(
                 "budget": budget,
                 "perplexity": found.perplexity,
                 "windows": found.windows,
+                "window": found.window,
                 **{k: v for k, v in dataclasses.asdict(found.work).items() if k != "budget"},
             }
         )
@@ -162,8 +176,8 @@ def table(rows: Sequence[dict[str, Any]], plan: Plan) -> str:
             cells.append(f"{mean:.1f}{around} ({mean / dense:.2f}x, {saved:.1%} saved)")
         lines.append(" | ".join(["", *cells, ""]).strip())
     note = (
-        f"Token perplexity, {rows[0]['windows']} windows of 1024 of {Path(plan.eval_text).name}; dense {dense:.2f}; "
-        f"{plan.tokens} training tokens each, batches of {plan.batch_tokens}."
+        f"Token perplexity, {rows[0]['windows']} windows of {rows[0]['window']} of {Path(plan.eval_text).name}; "
+        f"dense {dense:.2f}; {plan.tokens} training tokens each, batches of {plan.batch_tokens}."
     )
     return "\n".join([*lines, "", note])
 
@@ -173,16 +187,36 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def _read(out: Path) -> list[dict[str, Any]]:
+def _read(out: Path, directory: str, plan: Plan) -> list[dict[str, Any]]:
+    """Rows that are there; ConfigError unless they are of this plan, recipes and seeds aside."""
     path = out / "results.json"
     if not path.is_file():
         return []
-    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    found = json.loads(path.read_text(encoding="utf-8"))
+    wanted = _described(directory, plan)
+    odd = [k for k in wanted if k not in _MAY_DIFFER and found["plan"].get(k) != wanted[k]]
+    if odd:
+        raise ConfigError(
+            f"{out} was made with {odd[0]} {found['plan'].get(odd[0])!r}, not {wanted[odd[0]]!r}: "
+            f"compare as before, or into another directory"
+        )
+    rows: list[dict[str, Any]] = found["rows"]
     return rows
 
 
-def _write(out: Path, plan: Plan, rows: list[dict[str, Any]]) -> None:
-    described = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(plan).items()}
+_MAY_DIFFER = ("recipes", "seeds", "device")
+
+
+def _described(directory: str, plan: Plan) -> dict[str, Any]:
+    """A plan as JSON, the settings in its file included."""
+    described = dataclasses.asdict(plan)
+    described["config"] = None if plan.config is None else json.loads(plan.config.read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(json.dumps({"start": directory, **described}))
+    return found
+
+
+def _write(out: Path, directory: str, plan: Plan, rows: list[dict[str, Any]]) -> None:
+    described = _described(directory, plan)
     atomic_write_json(out / "results.json", {"plan": described, "rows": rows, "versions": versions()})
     atomic_write_text(out / "results.md", table(rows, plan) + "\n")
     figure(rows, out / "results.png")

@@ -20,7 +20,7 @@ from widellm.routing.budget import Work
 _CHUNK = 128
 """Positions turned into float32 log-probabilities at a time: 128 x vocabulary floats."""
 
-Progress = Callable[[int, int], None]
+Done = Callable[[int, int], None]
 """Called with (done, total)."""
 
 
@@ -55,7 +55,7 @@ class Comparison:
 
 
 @torch.inference_mode()
-def perplexity(model: Any, windows: Tensor, progress: Progress | None = None) -> Perplexity:
+def perplexity(model: Any, windows: Tensor, progress: Done | None = None) -> Perplexity:
     """Token perplexity of a causal LM, dense or routed at its present budget; windows int64 [n, length]."""
     counter = width_of(model).counter() if is_attached(model) else None
     total = 0.0
@@ -73,7 +73,7 @@ def perplexity(model: Any, windows: Tensor, progress: Progress | None = None) ->
 
 
 @torch.inference_mode()
-def compare_with_dense(model: Any, windows: Tensor, progress: Progress | None = None) -> Comparison:
+def compare_with_dense(model: Any, windows: Tensor, progress: Done | None = None) -> Comparison:
     """Run each window dense and routed at the present budget, which is left as it was; windows int64 [n, length]."""
     budget = get_budget(model)
     counter = width_of(model).counter()

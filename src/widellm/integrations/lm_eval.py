@@ -18,15 +18,14 @@ from typing import Any
 
 from torch import Tensor
 
-from widellm.config import check_budget
 from widellm.errors import ConfigError, TextError
 from widellm.files import one_line
-from widellm.modeling.attach import get_budget, is_attached, width_of
-from widellm.modeling.checkpoint import is_routed_directory, load
+from widellm.modeling.attach import get_budget, is_attached, set_backend, width_of
+from widellm.modeling.checkpoint import load_any
 from widellm.optional import require
 from widellm.provenance import versions
 from widellm.routing.budget import Work, WorkCounter
-from widellm.sources.models import load_dense, place
+from widellm.sources.models import place
 
 NAME = "widellm"
 SPLITS = ("train", "validation", "test")
@@ -63,15 +62,11 @@ def _width_lm() -> type:
             backend: str | None = None,
             **kwargs: Any,
         ) -> None:
-            if is_routed_directory(pretrained):
-                model, tokenizer = load(pretrained, budget=budget, dtype=dtype, base=base)
-            elif budget is not None and check_budget(budget) < 1.0:
-                raise ConfigError(f"{pretrained} is dense and has no budget: run widellm prune, or leave it out")
-            else:
-                dense = load_dense(pretrained, dtype=dtype)
-                model, tokenizer = dense.model, dense.tokenizer
+            model, tokenizer = load_any(pretrained, budget, dtype, base)
             if device is not None:
                 place(model, device)
+            if backend is not None:
+                set_backend(model, backend)
             quiet = logging.getLogger("lm_eval.models.huggingface")
             level = quiet.level
             quiet.setLevel(logging.ERROR)  # it warns of every model that is not given by name

@@ -45,7 +45,7 @@ class RequestBudgets(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Refuse a request whose budget is not in (0, 1]."""
+        """Refuse a request whose budget is not in (0, 1]. One below what was calibrated gets the least that was."""
         budget_of(sampling_params)
 
     def is_argmax_invariant(self) -> bool:
@@ -91,7 +91,8 @@ class RequestBudgets(LogitsProcessor):
 
         def of(budget: float) -> Tensor:
             if budget not in columns:
-                values = [float("-inf") if t is None else t for t in plan.thresholds(budget).values()]
+                least = 1.0 if plan.dial is None else float(plan.dial.budgets[0])
+                values = [float("-inf") if t is None else t for t in plan.thresholds(max(budget, least)).values()]
                 columns[budget] = torch.tensor(values, dtype=torch.float32)
             return columns[budget]
 

@@ -25,6 +25,7 @@ _SETTINGS = (
 def model_card(config: WidthConfig, dial: Dial | None) -> str:
     """The card's text: how to load it, the budget curve as far as it was measured, recipe, data and versions."""
     base, made = config.base.get("name", ""), config.provenance
+    last = (made.get("training") or [{}])[-1]
     name = base or "an unnamed model"
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [widellm, adaptive-width]"]
     if _HUB_ID.fullmatch(base):
@@ -54,11 +55,11 @@ def model_card(config: WidthConfig, dial: Dial | None) -> str:
         "",
         "## Data",
         "",
-        *(_bullets(made.get("text") or {}) or ["Not recorded."]),
+        *(_bullets(made.get("text") or last.get("text") or {}) or ["Not recorded."]),
         "",
         "## Versions",
         "",
-        *(_bullets(made.get("versions") or {}) or ["Not recorded."]),
+        *(_bullets(made.get("versions") or last.get("versions") or {}) or ["Not recorded."]),
         *_bullets({"base fingerprint": config.base.get("fingerprint"), "configuration": config.digest()}),
         "",
     ]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widellm.config import WidthConfig
+from widellm.config import WidthConfig, check_budget
 from widellm.errors import CheckpointError, ConfigError, WidellmError
 from widellm.files import atomic_directory, one_line
 from widellm.modeling.attach import Width, set_budget, width_of
@@ -50,6 +50,7 @@ __all__ = [
     "is_routed_directory",
     "load",
     "load_adapter",
+    "load_any",
     "push",
     "read_width",
     "save",
@@ -194,6 +195,24 @@ def load(
             check_values(dense.model, read)
     if budget is not None:
         set_budget(dense.model, budget)
+    return dense.model, dense.tokenizer
+
+
+def load_any(
+    name: str, budget: float | None = None, dtype: Any = "auto", base: str | Path | None = None
+) -> tuple[Any, Any]:
+    """(model, tokenizer) of a routed directory or hub id (see `load`), or of any dense model that `load_dense` takes.
+
+    Raises ConfigError when a budget below 1, or a base, is given with a dense model.
+    """
+    folder = local_directory(name)
+    if is_routed_directory(folder):
+        return load(folder, budget=budget, dtype=dtype, base=base)
+    if budget is not None and check_budget(budget) < 1.0:
+        raise ConfigError(f"{name} is a dense model and has no budget: run widellm prune first, or leave --budget out")
+    if base is not None:
+        raise ConfigError(f"{name} is a dense model: leave the base out")
+    dense = load_dense(name, dtype=dtype)
     return dense.model, dense.tokenizer
 
 

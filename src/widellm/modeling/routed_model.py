@@ -23,16 +23,20 @@ class RoutedModel:
         if getattr(self, "_hf_peft_config_loaded", False):
             return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         push = kwargs.pop("push_to_hub", False)
-        repo_id = kwargs.pop("repo_id", None) or Path(save_directory).name
+        names = ("repo_id", "private", "revision", "commit_message", "create_pr")
+        upload = {name: kwargs.pop(name) for name in names if name in kwargs}
         weights = kwargs.pop("state_dict", None)  # a trainer may have gathered them from other processes
         dense_save = super().save_pretrained  # type: ignore[misc]
 
         def write(state_dict: dict[str, Any]) -> None:
             dense_save(save_directory, *args, state_dict=state_dict, **kwargs)
 
+        if not kwargs.get("is_main_process", True):
+            return None  # of several processes one writes
         write_full(self, Path(save_directory), write, weights)
         if push:
-            self.push_to_hub(repo_id, token=kwargs.get("token"))
+            name = upload.pop("repo_id", None) or Path(save_directory).name
+            self.push_to_hub(name, token=kwargs.get("token"), **{k: v for k, v in upload.items() if v is not None})
         return None
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:

@@ -151,6 +151,19 @@ def whole_text_windows(tokenizer: Any, text: str, window: int, max_windows: int 
     return ids[: count * window].to(torch.long).view(count, window)
 
 
+def context_of(model: Any) -> int | None:
+    """Tokens that a model's positions reach; None where its configuration does not say."""
+    found = getattr(model.config, "max_position_embeddings", None)
+    return None if found is None else int(found)
+
+
+def check_window(model: Any, window: int) -> None:
+    """Raise ConfigError where a window is longer than the model's context."""
+    context = context_of(model)
+    if context is not None and window > context:
+        raise ConfigError(f"--window {window} is longer than the model's context of {context} tokens: ask for less")
+
+
 def split_windows(windows: Tensor, held_out: int) -> tuple[Tensor, Tensor]:
     """(calibration windows, the last `held_out` windows). TextError when nothing would be left to calibrate on."""
     if not 0 <= held_out < len(windows):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 from widellm.errors import CheckpointError
-from widellm.files import atomic_write_json
+from widellm.files import atomic_write_json, one_line
 
 MANIFEST = "manifest.json"
+_RUN = "run.json"
+_SHOWN = ("stage", "tokens", "window", "micro_batch", "seed", "save_every", "streaming", "column")
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -66,6 +70,30 @@ def to_resume(run: str | Path) -> tuple[Path, list[str]]:
         detail = "; ".join(problems) or "it has no checkpoint"
         raise CheckpointError(f"{run} cannot be resumed: {detail}; run again without --resume")
     return path, problems
+
+
+def begin(run: str | Path, described: dict[str, Any], resume: bool) -> None:
+    """Note what a run is made of, or (to resume) raise CheckpointError where that is not what it was made of.
+
+    A fresh run starts without what one before it left unfinished.
+    """
+    run = Path(run)
+    if not resume:
+        for leftover in saved(run):
+            shutil.rmtree(leftover)
+        run.mkdir(parents=True, exist_ok=True)
+        atomic_write_json(run / _RUN, described)
+        return
+    try:
+        before = json.loads((run / _RUN).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{run / _RUN} cannot be read ({one_line(error, 100)}): remove {run} and start again"
+        ) from None
+    for name in described:
+        if before.get(name) != described[name]:
+            shown = f": {before.get(name)!r} then, {described[name]!r} now" if name in _SHOWN else ""
+            raise CheckpointError(f"{run} was made with another {name}{shown}; resume as it began, or remove it")
 
 
 def _describe(path: Path) -> list[int | str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widellm.errors import TextError
+from widellm.errors import TextError, WidellmError
 from widellm.files import atomic_directory
 from widellm.optional import require
 from widellm.sources.gguf import cache_directory
@@ -49,8 +50,12 @@ def packed_dataset(
     if not folder.is_dir():
         count = -(-tokens // window) * window
         windows = token_windows(tokenizer, mixed_texts(sources, column, seed), count, window)
-        with atomic_directory(folder) as temporary, _no_bars(datasets):
-            datasets.Dataset.from_dict({"input_ids": windows.tolist()}).save_to_disk(str(temporary))
+        try:
+            with atomic_directory(folder) as temporary, _no_bars(datasets):
+                datasets.Dataset.from_dict({"input_ids": windows.tolist()}).save_to_disk(str(temporary))
+        except WidellmError:
+            if not folder.is_dir():  # else another process has made the same meanwhile
+                raise
     return datasets.load_from_disk(str(folder))
 
 
@@ -66,27 +71,34 @@ def _no_bars(datasets: Any) -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def streamed_dataset(tokenizer: Any, sources: Sequence[str], window: int, column: str = "text", seed: int = 0) -> Any:
+def streamed_dataset(
+    tokenizer: Any, sources: Sequence[str], window: int, column: str = "text", seed: int = 0, wanted: int = 0
+) -> Any:
     """A `datasets.IterableDataset` of the same windows, tokenised on the way: for text that is too much to keep.
 
-    The order depends on the arguments alone, so that a resumed run reads on where it was after skipping what it had.
+    Reading it raises TextError where the text ends before `wanted` windows. The order depends on the arguments alone,
+    so that a resumed run reads on where it was after skipping what it had.
     """
     datasets = require("datasets", "train", "training data")
     arguments = {"tokenizer": tokenizer, "sources": list(sources), "window": window, "column": column, "seed": seed}
-    return datasets.IterableDataset.from_generator(stream_windows, gen_kwargs=arguments)
+    return datasets.IterableDataset.from_generator(stream_windows, gen_kwargs={**arguments, "wanted": wanted})
 
 
 def stream_windows(
-    tokenizer: Any, sources: Sequence[str], window: int, column: str, seed: int
+    tokenizer: Any, sources: Sequence[str], window: int, column: str, seed: int, wanted: int = 0
 ) -> Iterator[dict[str, list[int]]]:
     """The windows of `streamed_dataset`, one at a time."""
     ids: list[int] = []
+    given = 0
     for batch in _batches(mixed_texts(sources, column, seed)):
         for document in tokenizer([t + SEPARATOR for t in batch], add_special_tokens=False, verbose=False).input_ids:
             ids.extend(document)
         while len(ids) >= window:
             yield {"input_ids": ids[:window]}
             ids = ids[window:]
+            given += 1
+    if given < wanted:
+        raise TextError(f"the text has {given} windows of {window} tokens, {wanted} are needed: give more text")
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -97,7 +109,8 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 def cache_key(tokenizer: Any, sources: Sequence[str], tokens: int, window: int, column: str, seed: int) -> str:
     """Names a packed data set: equal keys, equal windows."""
-    digest = hashlib.sha256(json.dumps([1, tokens, window, column, seed]).encode())
+    # Python's own documentation, which is a source too, changes with its version
+    digest = hashlib.sha256(json.dumps([2, tokens, window, column, seed, sys.version_info[:2]]).encode())
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     digest.update(vocabulary.encode())
@@ -106,6 +119,7 @@ def cache_key(tokenizer: Any, sources: Sequence[str], tokens: int, window: int, 
         files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path] if path.exists() else []
         digest.update(b"\0" + str(source if not files else "").encode())
         for file in files:
+            digest.update(f"\0{file.suffix} {file.stat().st_size}\0".encode())
             with open(file, "rb") as handle:
                 while chunk := handle.read(1 << 20):
                     digest.update(chunk)

@@ -93,7 +93,7 @@ class Objective:
         return torch.stack([self._loss(call, ids, b, dense) for b in self.evaluated_budgets()]).mean()
 
     def _loss(self, call: Callable[..., Any], ids: Tensor, budget: float, dense: Dense | None) -> Tensor:
-        recipe, training = self.recipe, torch.is_grad_enabled()
+        recipe = self.recipe
         threshold, price = 0.0, 0.0
         if self.prices is not None:
             threshold, price = self.prices.at(budget)
@@ -122,10 +122,10 @@ class Objective:
             loss = loss + recipe.feature_weight * feature
         spent = spent_share(self.width.sublayers)
         self.parts["spent"] = float(spent.detach())
+        # both in evaluation too: a checkpoint that spends more than asked must not look better for it
         if self.prices is not None:
-            # in evaluation too: a checkpoint that spends more than asked must not look better for it
             loss = loss + price * (spent - budget)
-        if training and recipe.penalty:
+        if recipe.penalty:
             distance = skip_penalty(self.width.sublayers, recipe.target, recipe.penalty_unit)
             self.parts["distance"] = float(distance.detach())
             loss = loss + recipe.penalty * distance

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from widellm.calibrate.dial import work_above
 from widellm.routing.state import SubLayer
 from widellm.training.gate import Key
 
@@ -66,13 +67,7 @@ class Prices:
 
 def work_quantile(sublayers: Sequence[SubLayer], logits: Mapping[Key, Tensor], budget: float) -> float:
     """The threshold above which exactly the share `budget` of these logits' work lies (one draw of a batch)."""
-    values, weights = [], []
-    for sub in sublayers:
-        leader = sub if sub.follows is None else sub.follows
-        seen = logits[leader.layer_index, leader.kind].flatten()
-        values.append(seen)
-        weights.append(torch.full_like(seen, sub.groups * sub.group_cost / seen.numel()))
-    value, order = torch.cat(values).sort(descending=True)
-    share = torch.cat(weights)[order].double().cumsum(0)
-    index = int(torch.searchsorted(share, budget * float(share[-1])).clamp(max=value.numel() - 2))
+    leaders = [sub if sub.follows is None else sub.follows for sub in sublayers]
+    value, share = work_above(sublayers, [logits[s.layer_index, s.kind].flatten() for s in leaders])
+    index = int(torch.searchsorted(share, budget).clamp(max=value.numel() - 2))
     return (float(value[index]) + float(value[index + 1])) / 2

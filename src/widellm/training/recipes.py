@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,15 @@ STAGES = ("routers", "recover")
 STARTS = ("calibrated", "random", "static")
 SCORES = ("calibrated", "magnitude", "wanda", "flap")
 UNITS = ("groups", "work")
+
+
+def _check(settings: Any, name: str, least: float, most: float = math.inf, kind: Any = (int, float)) -> None:
+    """Raise ConfigError unless a field is a number from `least` to `most`."""
+    value = getattr(settings, name)
+    if not isinstance(value, kind) or isinstance(value, bool) or not least <= value <= most:
+        what = "a whole number" if kind is int else "a number"
+        limits = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+        raise ConfigError(f"{name} must be {what} {limits}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,13 @@ class Optimisation:
     """Tokens in an optimiser step, over all processes."""
     clip: float = 1.0
     """Largest norm of the gradient."""
+
+    def __post_init__(self) -> None:
+        for name in ("router_lr", "lora_lr", "weight_decay"):
+            _check(self, name, 0.0)
+        _check(self, "warmup", 0.0, 1.0)
+        _check(self, "batch_tokens", 1, kind=int)
+        _check(self, "clip", 1e-9)
 
 
 @dataclass(frozen=True)
@@ -91,8 +108,23 @@ class Recipe:
             pair = getattr(self, name)
             if (pair is not None or name != "budgets") and not (isinstance(pair, tuple) and len(pair) == 2):
                 raise ConfigError(f"a recipe's {name} is two numbers, got {pair!r}")
+            for value in pair or ():
+                if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+                    raise ConfigError(f"a recipe's {name} is two numbers above 0, got {pair!r}")
         for budget in self.budgets or ():
             check_budget(budget)
+        for name in ("label_share", "first_share", "lora_dropout"):
+            _check(self, name, 0.0, 1.0)
+        for name in ("feature_weight", "penalty", "noise"):
+            _check(self, name, 0.0)
+        for name in ("kl_temperature", "up_lr_factor", "lora_alpha"):
+            _check(self, name, 1e-9)
+        _check(self, "lora_rank", 1, kind=int)
+        targets = self.target if isinstance(self.target, tuple) else (self.target,)
+        if len(targets) > 2 or not all(isinstance(t, (int, float)) and 0 <= t <= 1 for t in targets):
+            raise ConfigError(
+                f"a recipe's target is a share in [0, 1], or one of attention and one of FFN: {self.target!r}"
+            )
 
     def stage(self, name: str) -> Optimisation:
         """The settings of a stage."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-import math
-import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,66 +15,24 @@ from torch import Tensor
 
 from widellm.calibrate.calibration import DIAL_PROBE_TOKENS, DIAL_TOKENS, peak_memory_gb
 from widellm.calibrate.dial import measure_dial
-from widellm.config import check_budget
 from widellm.errors import ConfigError, WidellmError
-from widellm.files import check_new_directory, one_line
+from widellm.files import check_new_directory
 from widellm.modeling.attach import Width, set_budget, set_dial, width_of
-from widellm.modeling.checkpoint import is_routed_directory, load, save
+from widellm.modeling.checkpoint import WEIGHTS_FILE, is_routed_directory, load, read_width, save
 from widellm.optional import require
 from widellm.progress import Progress, no_progress
 from widellm.provenance import versions
-from widellm.sources.models import load_dense
-from widellm.sources.texts import window_record
+from widellm.sources.models import load_dense, local_directory
+from widellm.sources.texts import check_window, window_record, windows_digest
 from widellm.training import checkpoints
 from widellm.training.data import as_windows, collate, packed_dataset, streamed_dataset
 from widellm.training.lora import add_lora, merge_lora
 from widellm.training.objective import Objective, start_prices
-from widellm.training.recipes import Optimisation, Recipe, recipe_of
+from widellm.training.settings import Settings, arguments_of, optimisation_rows, steps_of
 from widellm.training.start import prepare
 
 DIAL_WINDOW = 1024
 """Tokens of a window on which the dial is measured."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a user may choose about a training run."""
-
-    recipe: Recipe = field(default_factory=lambda: recipe_of("default"))
-    stage: str = "routers"
-    tokens: int = 100_000
-    """Training tokens; each is seen once unless the text is shorter (then it is an error)."""
-    texts: tuple[str, ...] = ("python-docs",)
-    """Sources as of `sources.texts.read_texts`, taken in turn, document by document."""
-    column: str = "text"
-    window: int = 512
-    """Tokens in a training sequence."""
-    micro_batch: int = 2
-    """Sequences in one forward."""
-    held_out: int = 8
-    """Windows of the same text that are never trained on: they choose the best checkpoint."""
-    evaluations: int = 4
-    """How often they are looked at."""
-    seed: int = 0
-    budget: float = 0.5
-    """What the saved model is set to."""
-    streaming: bool = False
-    """Read the text as it is needed instead of packing it first."""
-    activation_checkpointing: bool = False
-    """Keep only each layer's input for the backward and run the layer again."""
-    save_every: int | None = None
-    """Optimiser steps between checkpoints; default: at each evaluation."""
-    trainer: dict[str, Any] = field(default_factory=dict)
-    """Any further fields of transformers' TrainingArguments: fsdp, deepspeed, bf16, report_to, ..."""
-
-    def __post_init__(self) -> None:
-        check_budget(self.budget)
-        self.recipe.stage(self.stage)
-        for name in ("window", "micro_batch", "held_out", "evaluations"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.tokens < self.window:
-            raise ConfigError(f"--tokens {self.tokens} is less than one window of {self.window}: ask for more")
 
 
 @dataclass(frozen=True)
@@ -95,7 +52,7 @@ class TrainResult:
     """On the held-out windows, without noise, mean over the recipe's budgets; None where nothing was trained."""
     history: tuple[dict[str, float], ...]
     warnings: tuple[str, ...]
-    saved_to: str | None
+    saved_to: str
 
     def to_json(self) -> dict[str, Any]:
         """The stable keys that docs/json.md lists."""
@@ -125,6 +82,7 @@ def train(
 
     from widellm.training.trainer import WidthTrainer, stop_politely
 
+    out = Path(out)
     check_new_directory(out, overwrite=overwrite)
     run = Path(f"{out}.run")
     recipe, optimisation = settings.recipe, settings.recipe.stage(settings.stage)
@@ -132,16 +90,19 @@ def train(
     checkpoint = None
     if resume:
         checkpoint, warnings = checkpoints.to_resume(run)
-    elif checkpoints.saved(run):
+    elif checkpoints.newest_good(run)[0] is not None:
         raise WidellmError(f"{run} holds checkpoints of another run: pass --resume to go on with it, or remove it")
 
-    arguments = _arguments(settings, run)
+    arguments = arguments_of(settings, run)
     progress("loading", 0, 1)
     model, tokenizer = _read(directory)
     progress("loading", 1, 1)
     steps = steps_of(settings, arguments.world_size)
     with arguments.main_process_first(desc="packing text"):
         held_out, dataset, sample = _data(tokenizer, settings, arguments.world_size)
+    check_window(model, settings.window)
+    if arguments.process_index == 0:
+        checkpoints.begin(run, describe(directory, settings, held_out), resume)
     width = _build(model, settings, sample)
     trained = [p for p in model.parameters() if p.requires_grad]
     start = time.perf_counter()
@@ -171,11 +132,12 @@ def train(
         if signals.asked and done < steps:
             raise Interrupted(f"stopped after step {done} of {steps} and saved in {run}: go on with --resume")
         history, warnings = list(trainer.state.log_history), [*warnings, *trainer.found]
-        losses = [h["eval_loss"] for h in history if "eval_loss" in h]
-        before, after = (losses[0], min(losses)) if losses else (None, None)
+        before, after = next(h["eval_loss"] for h in history if "eval_loss" in h), trainer.state.best_metric
+        if after is not None and after > before:
+            warnings.append(f"training made the loss on held-out text worse: {before:.3f} before, at best {after:.3f}")
         objective.remove()
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            model, width = _gathered(trainer, directory, settings, sample)
+            model = _gathered(trainer, directory, settings, sample)
         model = plain(model)
     seconds = time.perf_counter() - start
     tokens = done * optimisation_rows(settings, arguments.world_size) * settings.window
@@ -184,95 +146,28 @@ def train(
         tuple(history), tuple(warnings), str(out),
     )  # fmt: skip
     if arguments.process_index == 0:
-        _finish(model, width, sample, settings, result, progress)
+        result = _finish(model, sample, settings, result, progress)
         save(model, out, tokenizer, overwrite=overwrite)
     return result
 
 
-def read_config(recipe: str, path: str | Path | None) -> tuple[Recipe, dict[str, Any]]:
-    """(a named recipe with a JSON file's changes, the file's fields for TrainingArguments).
-
-    The file holds an object of "recipe" (fields of Recipe), "routers" and "recover" (fields of Optimisation) and
-    "trainer". Raises ConfigError for anything else in it.
-    """
-    chosen = recipe_of(recipe)
-    if path is None:
-        return chosen, {}
-    try:
-        read = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON ({one_line(error, 100)})") from None
-    known = {"recipe", "routers", "recover", "trainer"}
-    if not isinstance(read, dict) or set(read) - known or not all(isinstance(v, dict) for v in read.values()):
-        raise ConfigError(f"{path} must hold an object of objects named {', '.join(sorted(known))}")
-    changes = {k: tuple(v) if isinstance(v, list) else v for k, v in read.get("recipe", {}).items()}
-    for stage in ("routers", "recover"):
-        fields = {f.name for f in dataclasses.fields(Optimisation)}
-        odd = sorted(set(read.get(stage, {})) - fields)
-        if odd:
-            raise ConfigError(f"{path}: a stage has no {odd[0]!r}; it has {', '.join(sorted(fields))}")
-        changes[stage] = dataclasses.replace(chosen.stage(stage), **read.get(stage, {}))
-    return chosen.replace(**changes), read.get("trainer", {})
-
-
-def optimisation_rows(settings: Settings, processes: int) -> int:
-    """Sequences in an optimiser step, over all processes."""
-    at_once = settings.micro_batch * processes
-    wanted = settings.recipe.stage(settings.stage).batch_tokens / settings.window
-    return max(1, round(wanted / at_once)) * at_once
-
-
-def steps_of(settings: Settings, processes: int) -> int:
-    """Optimiser steps in a run."""
-    return max(1, settings.tokens // (optimisation_rows(settings, processes) * settings.window))
-
-
-def _arguments(settings: Settings, run: Path) -> Any:
-    """transformers' TrainingArguments for a run; a user's own fields win."""
-    from transformers import TrainingArguments
-
-    optimisation = settings.recipe.stage(settings.stage)
-    processes = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets it
-    steps = steps_of(settings, processes)
-    between = max(1, math.ceil(steps / settings.evaluations))
-    fields: dict[str, Any] = {
-        "output_dir": str(run),
-        "max_steps": steps,
-        "per_device_train_batch_size": settings.micro_batch,
-        "per_device_eval_batch_size": 1,
-        "gradient_accumulation_steps": optimisation_rows(settings, processes) // (settings.micro_batch * processes),
-        "learning_rate": max(optimisation.router_lr, optimisation.lora_lr),
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": math.ceil(optimisation.warmup * steps),
-        "weight_decay": optimisation.weight_decay,
-        "max_grad_norm": optimisation.clip,
-        "logging_steps": max(1, steps // 40),
-        "logging_nan_inf_filter": False,
-        "eval_strategy": "steps",
-        "eval_steps": between,
-        "eval_on_start": True,
-        "save_strategy": "steps",
-        "save_steps": settings.save_every or between,
-        "save_total_limit": 3,
-        "load_best_model_at_end": settings.save_every is None,
-        "metric_for_best_model": "loss",
-        "prediction_loss_only": True,
-        "remove_unused_columns": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_num_workers": 0,
-        "seed": settings.seed,
-        "use_cpu": not torch.cuda.is_available(),
-    }
-    try:
-        return TrainingArguments(**{**fields, **settings.trainer})
-    except (TypeError, ValueError, ImportError) as error:
-        raise ConfigError(f"these trainer settings do not do ({one_line(error, 160)}): mend --config") from error
+def describe(directory: str, settings: Settings, held_out: Tensor) -> dict[str, Any]:
+    """What a run must share with the checkpoints it goes on from: start, text and settings, as JSON."""
+    chosen = dataclasses.asdict(settings)
+    for name in ("budget", "texts", "activation_checkpointing"):  # text counts by its tokens
+        del chosen[name]
+    start, folder = directory, local_directory(directory)
+    if is_routed_directory(folder):
+        read = read_width(folder)
+        start = read.config.digest() + hashlib.sha256((read.folder / WEIGHTS_FILE).read_bytes()).hexdigest()[:16]
+    found: dict[str, Any] = json.loads(json.dumps({"start": start, "text": windows_digest(held_out), **chosen}))
+    return found
 
 
 def _read(directory: str) -> tuple[Any, Any]:
-    if is_routed_directory(directory):
-        return load(directory, budget=1.0)
+    folder = local_directory(directory)
+    if is_routed_directory(folder):
+        return load(folder, budget=1.0)
     dense = load_dense(directory)
     dense.model.name_or_path = dense.source
     return dense.model, dense.tokenizer
@@ -303,7 +198,8 @@ def _data(tokenizer: Any, settings: Settings, processes: int) -> tuple[Tensor, A
     held_out = as_windows(dataset, 0, settings.held_out)
     shown = as_windows(dataset, settings.held_out, sample)
     if settings.streaming:
-        stream = streamed_dataset(tokenizer, settings.texts, settings.window, settings.column, settings.seed)
+        wanted = settings.held_out + rows
+        stream = streamed_dataset(tokenizer, settings.texts, settings.window, settings.column, settings.seed, wanted)
         return held_out, stream.skip(settings.held_out), shown
     return held_out, dataset.select(range(settings.held_out, settings.held_out + rows)), shown
 
@@ -332,7 +228,7 @@ def checkpoint_activations(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def _gathered(trainer: Any, directory: str, settings: Settings, sample: Tensor) -> tuple[Any, Width]:
+def _gathered(trainer: Any, directory: str, settings: Settings, sample: Tensor) -> Any:
     """A whole model on every process, with what the shards have learned."""
     learned = {}
     for name, parameter in trainer.model.named_parameters():
@@ -340,18 +236,16 @@ def _gathered(trainer: Any, directory: str, settings: Settings, sample: Tensor) 
             value = parameter.detach()
             learned[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).cpu()
     model, _ = _read(directory)
-    width = _build(model, settings, sample)
+    _build(model, settings, sample)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.copy_(learned[name])
-    return model, width
+    return model
 
 
-def _finish(
-    model: Any, width: Width, sample: Tensor, settings: Settings, result: TrainResult, progress: Progress
-) -> None:
-    """Fold the adapters in, measure the dial anew, and write down what happened, in place."""
+def _finish(model: Any, sample: Tensor, settings: Settings, result: TrainResult, progress: Progress) -> TrainResult:
+    """Fold the adapters in, measure the dial anew, and write down what happened, in place; more warnings, if any."""
     model.eval()
     merge_lora(model)
     for parameter in model.parameters():
@@ -360,8 +254,14 @@ def _finish(
     probes = shown[: max(2, DIAL_PROBE_TOKENS // shown.shape[1])]
     width = width_of(model)
     width.dial = None
-    set_dial(model, measure_dial(model, shown, probes, lambda d, t: progress("dial", d, t)))
+    dial = measure_dial(model, shown, probes, lambda d, t: progress("dial", d, t))
+    set_dial(model, dial)
     set_budget(model, 1.0)
+    budget = settings.budget
+    if budget < float(dial.budgets[0]):
+        budget = float(dial.budgets[0])
+        note = f"saved for budget {budget:.3f}, not {settings.budget}: it is the least that these routers can spend"
+        result = dataclasses.replace(result, warnings=(*result.warnings, note))
     record = {
         "recipe": dataclasses.asdict(settings.recipe),
         "stage": settings.stage,
@@ -373,7 +273,8 @@ def _finish(
     # what was measured before is not true of these weights
     before = {name: value for name, value in width.config.provenance.items() if name != "results"}
     trained = [*before.get("training", []), record]
-    width.config = width.config.replace(provenance={**before, "budget": settings.budget, "training": trained})
+    width.config = width.config.replace(provenance={**before, "budget": budget, "training": trained})
+    return result
 
 
 def _long_windows(sample: Tensor, context: int) -> Tensor:

@@ -110,13 +110,12 @@ def static_start(model: Any, score: str, windows: Tensor) -> None:
     """
     width = width_of(model)
     statistics = _Statistics(width)
+    set_budget(model, 1.0)
     if score == "calibrated":
-        set_budget(model, 1.0)
         with width.watch(statistics.note_logits):
             _run(model, windows)
         scores = statistics.log_means()
     else:
-        set_budget(model, 1.0)
         with statistics.watch_channels():
             _run(model, windows)
         scores = [_standardised(s) for s in statistics.channel_scores(score)]
@@ -125,6 +124,7 @@ def static_start(model: Any, score: str, windows: Tensor) -> None:
         router.down.zero_()
         router.up.zero_()
         router.bias.copy_(values)
+    width.dial = None  # it was of the routers that were there
 
 
 def _run(model: Any, windows: Tensor) -> None:
