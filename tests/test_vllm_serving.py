@@ -91,9 +91,14 @@ def expected(folder: Path, budget: float, ids: list[list[int]] | None = None) ->
 
 
 def run(folder: Path, calls: list[dict[str, Any]], budget: float | None = 0.5, **llm: Any) -> dict[str, Any]:
-    """Run the worker; RuntimeError with what vLLM printed when it fails."""
+    """Run the worker on a marked copy of the directory, as `start` does."""
     extra = {} if budget is None else {"additional_config": {"widellm": {"budget": budget}}}
-    request = {"llm": {"model": str(marked(folder, "quantization" not in llm)), **LLM, **extra, **llm}, "calls": calls}
+    return start(marked(folder, "quantization" not in llm), calls, **{**extra, **llm})
+
+
+def start(folder: Path, calls: list[dict[str, Any]], **llm: Any) -> dict[str, Any]:
+    """Run the worker on a directory as it is; RuntimeError with what vLLM printed when it fails."""
+    request = {"llm": {"model": str(folder), **LLM, **llm}, "calls": calls}
     out = folder.with_suffix(".json")
     result = subprocess.run(
         [sys.executable, str(HERE / "vllm_worker.py"), str(out)],
@@ -184,6 +189,18 @@ def test_what_cannot_be_served_is_said(
     with pytest.raises(RuntimeError) as raised:
         run(routed(ffn_group_size=groups), [all_prompts()], **llm)
     assert message in str(raised.value)
+
+
+def test_an_adapter_is_to_be_exported(routed: Callable[..., Path], tmp_path: Path) -> None:
+    full = routed()
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    model, tokenizer = widellm.load(full)
+    widellm.detach(model).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    widellm.export(full, adapter, form="adapter", base=base)
+    with pytest.raises(RuntimeError) as raised:
+        start(adapter, [all_prompts()])
+    assert f"widellm export {adapter} OUT, then serve OUT" in str(raised.value)
 
 
 @pytest.fixture
