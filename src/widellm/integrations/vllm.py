@@ -35,8 +35,9 @@ PLACES = {
 }
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _ROUTER = re.compile(r"^layers\.(\d+)\.(attention|ffn)\.router\.(down|up|bias)$")
-NOT_VLLMS = r"^layers\.\d+\.(attention|ffn)\.router\.|^dial\.|^permutations$"
-"""Names in the directory's safetensors files that are read here and that vLLM's own loading passes over."""
+NOT_VLLMS = r"^(model\.)?layers\.\d+\.(attention|self_attn|ffn)\.router\.(down|up|bias)$|^dial\.|^permutations$"
+"""Names in the directory's safetensors files that are read here and that vLLM's own loading passes over. Its Mistral
+rewrites names that look like Mistral's own format before it asks: hence the variants."""
 
 
 def register() -> None:
