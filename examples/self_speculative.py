@@ -1,6 +1,6 @@
 """Self-speculative decoding: draft at a small budget, verify dense, one set of weights; acceptance and speed.
 
-    python examples/self_speculative.py [DIR] [--budgets 0.5,0.75,0.9] [--dtype float32]
+    python examples/self_speculative.py [DIR] [--budgets 0.6,0.75,0.83] [--dtype float32]
 
 The text is the dense model's greedy text in every row; the script checks it. In bf16 a pass over several tokens rounds
 differently than passes over one, and near ties can fall differently: it reports how many prompts differ.
@@ -25,7 +25,7 @@ PROMPTS = (
 
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--budgets", default="0.6,0.75,0.9")
+    arguments.add_argument("--budgets", default="0.6,0.75,0.83")
     arguments.add_argument("--tokens", type=int, default=48)
     arguments.add_argument("--dtype", default="float32")
     chosen = arguments.parse_args()
@@ -46,7 +46,7 @@ def main() -> None:
     for budget in map(float, chosen.budgets.split(",")):
         widellm.set_budget(model, budget)
         _, alone = run(None)
-        for draft_tokens in (2, 4):
+        for draft_tokens in (1, 2, 4):
             method = widellm.Speculative(budget, draft_tokens)
             texts, speed = run(method)
             differ = sum(not torch.equal(a, b) for a, b in zip(texts, expected, strict=True))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
+from packaging.version import Version
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import widellm
 from routing_helpers import oracle_logits, route
@@ -16,11 +20,12 @@ from test_checkpoint import logits_of
 from tiny import tiny_model
 from tiny import tiny_tokenizer as make_tokenizer
 from widellm.bench.explain import explain
-from widellm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from widellm.errors import CheckpointError, ConfigError, MissingDependencyError, UnsupportedModelError
 from widellm.evaluation.perplexity import perplexity
 from widellm.modeling.attach import set_budget, width_of
-from widellm.modeling.checkpoint import export, save
+from widellm.modeling.checkpoint import FORMS, export, save
 from widellm.optional import available
+from widellm.sources.models import QUANTISERS, load_dense
 
 Build = Callable[..., Path]
 
@@ -86,6 +91,76 @@ def test_attach_evaluate_save_load(method: str, tiny_checkpoint: Build, tmp_path
         assert torch.equal(logits_of(again, ids), routed)
 
 
+def compressed_tensors(folder: Path) -> Path:
+    """A directory as llm-compressor writes it: int4 weights in groups of 32 with zero points, packed."""
+    pytest.importorskip("compressed_tensors")
+    if Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("this transformers leaves compressed-tensors' forward in place")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
+
+    model = tiny_model("llama", hidden_size=64, head_dim=32, intermediate_size=96)
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=QuantizationArgs(num_bits=4, symmetric=False, group_size=32)
+    )
+    config = QuantizationConfig(config_groups={"all": scheme}, format="pack-quantized", ignore=["lm_head"])
+    apply_quantization_config(model, config)
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            groups = module.weight.detach().unflatten(1, (-1, 32))
+            scale = (groups.amax(-1) - groups.amin(-1)) / 15
+            module.weight_scale.data.copy_(scale)
+            module.weight_zero_point.data.copy_((-8 - groups.amin(-1) / scale).round().clamp(-8, 7))
+    ModelCompressor(quantization_config=config).compress_model(model)
+    folder.mkdir()
+    save_file({name: t.contiguous() for name, t in model.state_dict().items()}, folder / "model.safetensors")
+    asked = {**config.model_dump(mode="json", exclude_none=True), "quant_method": "compressed-tensors"}
+    described = {**model.config.to_diff_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": asked}
+    (folder / "config.json").write_text(json.dumps(described))
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_compressed_tensors_become_floats(tmp_path: Path, ids: torch.Tensor) -> None:
+    """They load as plain linears, so everything works: regrouping, evaluation, both forms."""
+    folder = compressed_tensors(tmp_path / "base")
+    dense = load_dense(str(folder)).model
+    exact = tiny_model("llama", hidden_size=64, head_dim=32, intermediate_size=96)
+    weight = exact.model.layers[0].mlp.up_proj.weight
+    error = (dense.model.layers[0].mlp.up_proj.weight - weight).norm() / weight.norm()
+    assert 0.02 < error < 0.15, "int4: neither exact nor far off"
+    by_hand = AutoModelForCausalLM.from_pretrained(folder, quantization_config=CompressedTensorsConfig(dequantize=True))
+    torch.testing.assert_close(logits_of(dense, ids), logits_of(by_hand, ids))
+
+    model = load_dense(str(folder)).model
+    width = route(model)
+    width.config = width.config.replace(base={"name": str(folder)})
+    routed = logits_of(model, ids)
+    expected, _ = oracle_logits(dense, width, ids)
+    torch.testing.assert_close(routed, expected, atol=2e-4, rtol=2e-4)
+    found = perplexity(model, ids)
+    assert found.work is not None and 0.2 < found.work.saved_routable < 0.8
+    for form in FORMS:
+        save(model, tmp_path / form, make_tokenizer(), form=form)
+        for load in (lambda p: widellm.load(p)[0], AutoModelForCausalLM.from_pretrained):
+            again = load(tmp_path / form)
+            set_budget(again, 0.5)
+            assert torch.equal(logits_of(again, ids), routed)
+
+
+def test_compressed_tensors_left_packed_are_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.quantization_scheme, projection.forward = None, projection.forward
+    with pytest.raises(UnsupportedModelError, match=r"CompressedTensorsConfig\(dequantize=True\)"):
+        route(model)
+
+
 def test_quantise_while_loading(tiny_checkpoint: Build, tmp_path: Path, ids: torch.Tensor) -> None:
     """Routers made on float weights, channels regrouped, weights quantised afterwards."""
     config = torchao_config()
@@ -128,18 +203,13 @@ def test_regrouping_needs_plain_weights(ids: torch.Tensor) -> None:
 
 
 def test_a_method_without_its_package_says_what_to_install(tiny_checkpoint: Build) -> None:
-    import json
-
-    from widellm.errors import MissingDependencyError
-    from widellm.sources.models import load_dense
-
     folder = tiny_checkpoint("llama")
     for method, error, message in (
         ("gptq", UnsupportedModelError, r"quantised \(gptq\): give the unquantised model, or one by torchao, bits"),
-        ("compressed-tensors", UnsupportedModelError, r"quantised \(compressed-tensors\): give the unquantised"),
+        ("compressed-tensors", MissingDependencyError, r'pip install "widellm\[quant\]"'),
         ("torchao", MissingDependencyError, r'pip install "widellm\[quant\]"'),
     ):
-        if available(method):
+        if available(QUANTISERS.get(method, method)):
             continue
         config = json.loads((folder / "config.json").read_text())
         config["quantization_config"] = {"quant_method": method}

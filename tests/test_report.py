@@ -294,6 +294,24 @@ def test_other_bad_input_is_one_line(routed: Path, nasty: Path, tmp_path: Path) 
 
 
 @drawn
+def test_attention_alone_may_be_routed(tmp_path: Path, nasty: Path) -> None:
+    """Experts are left whole: the report leaves out what there is none of."""
+    model = tiny_model("mixtral")
+    route(model)
+    save(model, tmp_path / "routed", tiny_tokenizer())
+    out, numbers = tmp_path / "r.html", tmp_path / "r.json"
+    arguments = ["report", str(tmp_path / "routed"), "--text", str(nasty), "--budget", "0.5", "--out", str(out)]
+    result = CliRunner().invoke(app, [*arguments, "--json", str(numbers)])
+    assert result.exit_code == 0, result.output
+    data = json.loads(numbers.read_text())
+    assert set(data["model"]["groups"]) == {"attention"} and "ffn" not in data["tokens"]
+    assert {row["kind"] for row in data["layers"]} == {"attention"} and data["work"]["ffn_sparsity"] == 0
+    written = out.read_text(encoding="utf-8")
+    assert "attention groups kept" in written and "FFN groups kept" not in written and "figure-heat-ffn" not in written
+    assert "of the q and o weights" in written
+
+
+@drawn
 def test_the_command_writes_everything_or_nothing(routed: Path, nasty: Path, tmp_path: Path) -> None:
     runner = CliRunner()
     arguments = ["report", str(routed), "--text", str(nasty), "--budget", "0.5"]

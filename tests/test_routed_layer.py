@@ -12,6 +12,7 @@ from routing_helpers import route
 from tiny import CASES, SHAPES, tiny_model
 from widellm.kernels import cpu, dispatch
 from widellm.modeling.attach import set_backend, set_batch_shared, set_budget, width_of
+from widellm.modeling.roomy_cache import drop_last
 from widellm.modeling.routed_layer import RoutedLayer
 from widellm.routing.router import agreed
 
@@ -138,7 +139,12 @@ def test_a_cache_with_room_grows_like_any_other() -> None:
     both(ids[:, 92:95], deep)
     for c in caches:
         c.crop(-3)
+    both(ids[:, 82:85], caches)
+    address = caches[0].layers[0].keys.data_ptr()
+    drop_last(caches[0], 2)  # crop, and the room stays
+    caches[1].crop(-2)
     both(ids[:, 82:83], caches)
+    assert caches[0].layers[0].keys.data_ptr() == address
     for c in caches:
         c.reorder_cache(torch.tensor([1, 0]))
     both(ids[:, 83:84], caches)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import widellm
 from routing_helpers import route
@@ -147,7 +148,7 @@ def test_settings_that_mean_nothing_are_refused(saved: tuple[Path, Width], setti
 
 def test_directories_that_cannot_be_served_are_named(saved: tuple[Path, Width], tmp_path: Path) -> None:
     folder, _ = saved
-    with pytest.raises(CheckpointError, match=r"has no width_config.json: serve a directory that widellm prune wrote"):
+    with pytest.raises(CheckpointError, match=r"has no width_config.json: give a directory that widellm prune wrote"):
         vllm.read_plan(tmp_path)
     change(folder, lambda t: t.pop("layers.1.ffn.router.up"))
     with pytest.raises(CheckpointError, match=r"missing routers .*layers.1.ffn.router.up"):
@@ -161,6 +162,20 @@ def test_directories_that_cannot_be_served_are_named(saved: tuple[Path, Width], 
     change(folder, lambda c: c.update(format_version=99), "width_config.json")
     with pytest.raises(CheckpointError, match="upgrade widellm"):
         vllm.read_plan(folder)
+
+
+def test_an_adapter_is_to_be_exported(saved: tuple[Path, Width], tiny_checkpoint: Callable[..., Path]) -> None:
+    base = tiny_checkpoint("llama")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    width = route(model)
+    width.config = width.config.replace(base={"name": str(base)})
+    adapter = saved[0].with_name("adapter")
+    widellm.save(model, adapter, form="adapter")
+    with pytest.raises(CheckpointError, match=f"widellm export {re.escape(str(adapter))} OUT, then serve OUT"):
+        vllm.read_plan(adapter)
+    # vLLM asks the plugin only where a configuration says so
+    change(adapter, lambda c: c.pop("quantization_config"), "config.json")  # as in directories made before
+    assert AutoConfig.from_pretrained(adapter).quantization_config["quant_method"] == vllm.METHOD
 
 
 def test_routers_that_vllm_cannot_feed_are_refused(saved: tuple[Path, Width]) -> None:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 import torch
 
 import widellm
+from loopback import complete, served
 from routing_helpers import route
 from tiny import tiny_model, tiny_tokenizer
 from widellm.optional import available
@@ -91,9 +90,14 @@ def expected(folder: Path, budget: float, ids: list[list[int]] | None = None) ->
 
 
 def run(folder: Path, calls: list[dict[str, Any]], budget: float | None = 0.5, **llm: Any) -> dict[str, Any]:
-    """Run the worker; RuntimeError with what vLLM printed when it fails."""
+    """Run the worker on a marked copy of the directory, as `start` does."""
     extra = {} if budget is None else {"additional_config": {"widellm": {"budget": budget}}}
-    request = {"llm": {"model": str(marked(folder, "quantization" not in llm)), **LLM, **extra, **llm}, "calls": calls}
+    return start(marked(folder, "quantization" not in llm), calls, **{**extra, **llm})
+
+
+def start(folder: Path, calls: list[dict[str, Any]], **llm: Any) -> dict[str, Any]:
+    """Run the worker on a directory as it is; RuntimeError with what vLLM printed when it fails."""
+    request = {"llm": {"model": str(folder), **LLM, **llm}, "calls": calls}
     out = folder.with_suffix(".json")
     result = subprocess.run(
         [sys.executable, str(HERE / "vllm_worker.py"), str(out)],
@@ -186,35 +190,28 @@ def test_what_cannot_be_served_is_said(
     assert message in str(raised.value)
 
 
+def test_an_adapter_is_to_be_exported(routed: Callable[..., Path], tmp_path: Path) -> None:
+    full = routed()
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    model, tokenizer = widellm.load(full)
+    widellm.detach(model).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    widellm.export(full, adapter, form="adapter", base=base)
+    with pytest.raises(RuntimeError) as raised:
+        start(adapter, [all_prompts()])
+    assert f"widellm export {adapter} OUT, then serve OUT" in str(raised.value)
+
+
 @pytest.fixture
 def server(routed: Callable[..., Path]) -> Iterator[tuple[str, Path]]:
-    """An OpenAI server on the loopback interface, ended after the test: (its address, the directory)."""
+    """vLLM's OpenAI server: (its address, the directory)."""
     folder = routed()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = f"""-m vllm.entrypoints.openai.api_server --model {marked(folder)} --served-model-name tiny
-        --host 127.0.0.1 --port {port} --dtype float32 --max-model-len 256 --max-num-seqs 16 --enforce-eager
+        --dtype float32 --max-model-len 256 --max-num-seqs 16 --enforce-eager
         --no-enable-prefix-caching --logits-processors widellm.integrations.vllm_requests:RequestBudgets
         --additional-config.widellm.budget 0.5"""
-    log = folder.parent / "server.log"
-    with log.open("w") as out:
-        process = subprocess.Popen([sys.executable, *command.split()], env=ENVIRONMENT, stdout=out, stderr=out)
-        try:
-            for _ in range(240):
-                assert process.poll() is None, log.read_text()[-3000:]
-                try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-                    break
-                except OSError:
-                    time.sleep(0.5)
-            yield f"http://127.0.0.1:{port}", folder
-        finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
+    with served(command.split(), ENVIRONMENT, folder.parent / "server.log") as address:
+        yield address, folder
 
 
 def test_the_openai_server(server: tuple[str, Path]) -> None:
@@ -222,19 +219,13 @@ def test_the_openai_server(server: tuple[str, Path]) -> None:
 
     def ask(prompt: list[int], **more: Any) -> dict[str, Any]:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "min_tokens": TOKENS, "temperature": 0, **more}
-        body["return_token_ids"] = True
-        request = urllib.request.Request(
-            f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            answer: dict[str, Any] = json.load(reply)
-        return answer
+        return complete(address, return_token_ids=True, **body)
 
     want, dense = expected(folder, 0.5), expected(folder, 1.0)
     for prompt, routed_tokens, dense_tokens in zip(prompts(), want, dense, strict=True):
         assert ask(prompt)["choices"][0]["token_ids"] == routed_tokens
         at_full = ask(prompt, vllm_xargs={"widellm_budget": 1.0})
         assert at_full["choices"][0]["token_ids"] == dense_tokens
-    with pytest.raises(urllib.request.HTTPError) as raised:  # type: ignore[attr-defined]
+    with pytest.raises(HTTPError) as raised:
         ask(prompts()[0], vllm_xargs={"widellm_budget": 2})
     assert raised.value.code == 400 and "budget must be in (0, 1]" in raised.value.read().decode()

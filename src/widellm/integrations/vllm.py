@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from widellm.config import KINDS, WidthConfig, check_budget
 from widellm.errors import BackendError, CheckpointError, ConfigError
-from widellm.modeling.checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from widellm.modeling.checkpoint import form_of
+from widellm.modeling.width_file import ROUTER_PARTS, WEIGHTS_FILE, WidthFile, read_width
 from widellm.optional import require
 from widellm.routing.budget import Dial
 
@@ -35,8 +35,9 @@ PLACES = {
 }
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _ROUTER = re.compile(r"^layers\.(\d+)\.(attention|ffn)\.router\.(down|up|bias)$")
-NOT_VLLMS = r"^layers\.\d+\.(attention|ffn)\.router\.|^dial\.|^permutations$"
-"""Names in the directory's safetensors files that are read here and that vLLM's own loading passes over."""
+NOT_VLLMS = r"^(model\.)?layers\.\d+\.(attention|self_attn|ffn)\.router\.(down|up|bias)$|^dial\.|^permutations$"
+"""Names in the directory's safetensors files that are read here and that vLLM's own loading passes over. Its Mistral
+rewrites names that look like Mistral's own format before it asks: hence the variants."""
 
 
 def register() -> None:
@@ -84,10 +85,9 @@ class RouterShard:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one routed directory asks of a server. Small: routers are read from the file when a layer is built."""
+    """What one routed directory asks of a server."""
 
-    folder: Path
-    config: WidthConfig
+    read: WidthFile
     budget: float
     groups: dict[tuple[str, int], int]
     """(kind, decoder layer) -> number of groups, of the sub-layers that have a router."""
@@ -96,6 +96,16 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.thresholds(self.budget)
+
+    @property
+    def folder(self) -> Path:
+        """Where it was read."""
+        return self.read.folder
+
+    @property
+    def config(self) -> WidthConfig:
+        """What width_config.json says."""
+        return self.read.config
 
     def thresholds(self, budget: float) -> dict[tuple[str, int], float | None]:
         """Threshold of each sub-layer at `budget`; all None at 1.0. ConfigError where there is none."""
@@ -115,17 +125,16 @@ class Plan:
         Raises ConfigError when the groups do not divide, CheckpointError when a tensor does not fit or is not finite.
         """
         per_rank = split(self.groups[kind, layer], ranks, f"{kind} of layer {layer}")
-        with _open(self.folder / WEIGHTS_FILE) as file:
-            parts = {p: file.get_tensor(f"layers.{layer}.{kind}.router.{p}") for p in ("down", "up", "bias")}
+        parts = {part: self.read.tensors[_name(kind, layer, part)] for part in ROUTER_PARTS}
         groups, inner = self.groups[kind, layer], parts["down"].shape[0]
         for part, shape in (("down", (inner, hidden)), ("up", (groups, inner)), ("bias", (groups,))):
             if parts[part].shape != shape or parts[part].dtype != torch.float32:
                 raise CheckpointError(
-                    f"{self.folder / WEIGHTS_FILE}: layers.{layer}.{kind}.router.{part} is {parts[part].dtype} "
+                    f"{self.folder / WEIGHTS_FILE}: {_name(kind, layer, part)} is {parts[part].dtype} "
                     f"{list(parts[part].shape)}, expected torch.float32 {list(shape)}: it is of another base model"
                 )
             if not bool(torch.isfinite(parts[part]).all()):
-                raise CheckpointError(f"{self.folder / WEIGHTS_FILE}: layers.{layer}.{kind}.router.{part} is damaged")
+                raise CheckpointError(f"{self.folder / WEIGHTS_FILE}: {_name(kind, layer, part)} is damaged")
         own = slice(rank * per_rank, (rank + 1) * per_rank)
         return RouterShard(parts["down"], parts["up"][own].clone(), parts["bias"][own].clone())
 
@@ -147,54 +156,43 @@ def read_plan(folder: str | Path, settings: Any = None) -> Plan:
     Raises ConfigError for unknown settings and impossible budgets, CheckpointError for a directory that is not routed,
     is damaged, or comes from a newer version.
     """
-    folder = Path(folder)
     if not isinstance(settings or {}, dict) or set(settings or {}) - {"budget"}:
         raise ConfigError(f'additional_config["{METHOD}"] takes {{"budget": number}}, got {settings!r}')
-    try:
-        config = WidthConfig.from_json((folder / CONFIG_FILE).read_text(encoding="utf-8"), str(folder / CONFIG_FILE))
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {CONFIG_FILE}: serve a directory that widellm prune wrote") from None
+    read = read_width(folder)
+    if form_of(read.folder) == "adapter":
+        raise CheckpointError(
+            f"{read.folder} is an adapter, and vLLM needs the base weights beside it: "
+            f"widellm export {read.folder} OUT, then serve OUT"
+        )
+    config = read.config
     if config.router_input != "normed" or config.decision != "sublayer":
         raise ConfigError(
-            f"{folder} has router_input={config.router_input} and decision={config.decision}, which vLLM's layers "
+            f"{read.folder} has router_input={config.router_input} and decision={config.decision}, which vLLM's layers "
             f"cannot give: serve one whose routers read their own sub-layer's input (recipe default)"
         )
-    with _open(folder / WEIGHTS_FILE) as file:
-        found = {tuple(match.groups()) for match in map(_ROUTER.match, file.keys()) if match}
-        places = sorted({(int(layer), KINDS.index(kind)) for layer, kind, _ in found})
-        groups = {
-            (KINDS[kind], layer): file.get_slice(f"layers.{layer}.{KINDS[kind]}.router.bias").get_shape()[0]
-            for layer, kind in places
-            if (str(layer), KINDS[kind], "bias") in found
-        }
-        missing = [
-            f"layers.{layer}.{kind}.router.{part}"
-            for layer in range(config.num_hidden_layers)
-            for kind in dict.fromkeys(kind for _, kind, _ in found)
-            for part in ("down", "up", "bias")
-            if (str(layer), kind, part) not in found
-        ]
-        if not found or missing or len(found) != 3 * len(groups):
-            raise CheckpointError(f"{folder / WEIGHTS_FILE}: missing routers {missing[:3] or 'of every layer'}")
-        dial = None
-        if "dial.budgets" in file.keys():
-            dial = Dial(file.get_tensor("dial.budgets"), file.get_tensor("dial.thresholds"))
-            if dial.thresholds.shape[0] != len(groups):
-                raise CheckpointError(
-                    f"{folder / WEIGHTS_FILE}: dial.thresholds has {dial.thresholds.shape[0]} rows, "
-                    f"expected {len(groups)}"
-                )
+    found = {match.groups() for match in map(_ROUTER.match, read.tensors) if match}
+    kinds = [kind for kind in KINDS if any(kind == of for _, of, _ in found)]
+    places = [(kind, layer) for layer in range(config.num_hidden_layers) for kind in kinds]
+    missing = [
+        _name(*place, part) for place in places for part in ROUTER_PARTS if _name(*place, part) not in read.tensors
+    ]
+    if not found or missing or len(found) != len(ROUTER_PARTS) * len(places):
+        raise CheckpointError(f"{read.folder / WEIGHTS_FILE}: missing routers {missing[:3] or 'of every layer'}")
+    groups = {place: read.tensors[_name(*place, "bias")].shape[0] for place in places}
+    dial = None
+    if "dial.budgets" in read.tensors:
+        dial = Dial(read.tensors["dial.budgets"], read.tensors["dial.thresholds"])
+        if dial.thresholds.shape[0] != len(groups):
+            raise CheckpointError(
+                f"{read.folder / WEIGHTS_FILE}: dial.thresholds has {dial.thresholds.shape[0]} rows, "
+                f"expected {len(groups)}"
+            )
     budget = (settings or {}).get("budget", config.provenance.get("budget", 1.0))
-    return Plan(folder, config, check_budget(budget), groups, dial)
+    return Plan(read, check_budget(budget), groups, dial)
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the directory is incomplete, save the model again") from None
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): it is truncated or not a safetensors file") from None
+def _name(kind: str, layer: int, part: str) -> str:
+    return f"layers.{layer}.{kind}.router.{part}"
 
 
 def widen(keep: Tensor, group_width: int, outputs: int) -> Tensor | None:

@@ -71,7 +71,7 @@ class WidellmConfig(QuantizationConfig):
         """Called with the directory, in the process that the user looks at: errors are found here, before a start."""
         folder = Path(model_name)
         if not folder.is_dir():
-            for name in (CONFIG_FILE, WEIGHTS_FILE):
+            for name in ("config.json", CONFIG_FILE, WEIGHTS_FILE):
                 folder = Path(hf_hub_download(model_name, name, revision=revision)).parent
         self.folder = folder
         plan = read_plan(folder)

@@ -78,10 +78,10 @@ def complete(model: Any, read: WidthFile) -> None:
 
 def load_adapter(path: str | Path, *args: Any, base: str | None = None, **kwargs: Any) -> Any:
     """What AutoModelForCausalLM.from_pretrained does with an adapter; `kwargs` are those of from_pretrained."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from widellm.modeling.checkpoint import base_of
-    from widellm.sources.models import local_directory, quantisation_of
+    from widellm.sources.models import local_directory, quantisation_of, unpack
 
     kwargs = {k: v for k, v in kwargs.items() if k not in ("config", "adapter_kwargs", "trust_remote_code")}
     hub = {k: kwargs.pop(k) for k in ("revision", "subfolder", "cache_dir", "force_download") if k in kwargs}
@@ -90,7 +90,8 @@ def load_adapter(path: str | Path, *args: Any, base: str | None = None, **kwargs
     if kwargs.get("dtype", "auto") in (None, "auto"):
         kwargs["dtype"] = recorded_dtype(read)
     if quantisation_of(folder) is not None:
-        model = AutoModelForCausalLM.from_pretrained(folder, *args, **kwargs)
+        config = unpack(AutoConfig.from_pretrained(folder))
+        model = AutoModelForCausalLM.from_pretrained(folder, *args, config=config, **kwargs)
         attach_to(model, read)
         return model
     if kwargs.pop("quantization_config", None) is not None:

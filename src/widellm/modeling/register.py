@@ -18,6 +18,8 @@ class AdapterConfig(PreTrainedConfig):
     """config.json of the adapter form; all that matters is in width_config.json beside it."""
 
     model_type = NAME
+    # by it vLLM comes to ask our plugin, which says what to do with an adapter
+    quantization_config = {"quant_method": NAME}
 
 
 class AdapterForCausalLM:

@@ -65,3 +65,13 @@ def room_behind(cache: Any, index: int, batch: int, tokens: int) -> Room | None:
         return None
     room = layer._widellm_room = Room(keys, values, tokens)
     return room
+
+
+def drop_last(cache: Any, tokens: int) -> None:
+    """Drop the last `tokens` positions of a cache that nothing else shares; room that is behind them stays."""
+    for layer in cache.layers:
+        room: Room | None = layer.__dict__.get("_widellm_room")
+        if room is not None and room.holds(layer, 0):
+            room.extend(layer, -tokens)
+        else:
+            layer.crop(-tokens)

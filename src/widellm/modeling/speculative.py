@@ -1,6 +1,6 @@
 """Self-speculative decoding: the model at a small budget drafts, the same weights at budget 1.0 verify.
 
-    model.generate(**inputs, custom_generate=Speculative(draft_budget=0.5), max_new_tokens=64)
+    model.generate(**inputs, custom_generate=Speculative(draft_budget=0.8), max_new_tokens=64)
 
 One set of weights and one cache. A draft's keys and values come from routed layers, so they are dropped from the cache
 and the dense pass over the drafted tokens writes its own: what is kept is the dense model's greedy text, token for
@@ -21,17 +21,18 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from widellm.config import check_budget
 from widellm.errors import ConfigError
 from widellm.modeling.attach import get_budget, set_budget, width_of
+from widellm.modeling.roomy_cache import drop_last
 
 
 @dataclass
 class Speculative:
     """A decoding method for `generate(custom_generate=...)`, and the count of what it did, over all calls."""
 
-    draft_budget: float = 0.5
+    draft_budget: float = 0.8
     """Share of routable work that drafting may spend."""
     draft_tokens: int = 4
     """Most tokens drafted before a verification."""
-    confidence: float = 0.4
+    confidence: float = 0.9
     """Drafting stops early after a token that the draft gives a smaller probability; 0 never stops early."""
     streamer: Any = None
     """Gets the text as it grows, as in `generate(streamer=...)`, which transformers keeps from decoding methods."""
@@ -154,5 +155,5 @@ class _Run:
     def forget_beyond(self, length: int) -> None:
         """Drop what the cache has of positions from `length` on."""
         if self.cached > length:
-            self.cache.crop(length - self.cached)
+            drop_last(self.cache, self.cached - length)
             self.cached = length

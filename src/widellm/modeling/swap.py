@@ -64,6 +64,11 @@ def special_weight(module: nn.Module) -> str | None:
 def check_swappable(module: nn.Module, where: str) -> None:
     """Raise UnsupportedModelError when something has replaced the module's forward: it would bypass the class's."""
     if "forward" in vars(module):
+        if hasattr(module, "quantization_scheme"):
+            raise UnsupportedModelError(
+                f"{where} has its forward replaced by compressed-tensors: load the model with "
+                f"CompressedTensorsConfig(dequantize=True), or with widellm, and transformers 5.24 or newer"
+            )
         raise UnsupportedModelError(
             f"{where} has its forward replaced by another library (offloading hooks?): attach widellm first"
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widellm.config import KINDS, check_budget
+from widellm.config import check_budget
 from widellm.errors import ConfigError, TextError
 from widellm.modeling.attach import Width, get_budget, set_budget, width_of
 from widellm.modeling.checkpoint import load
@@ -112,10 +112,6 @@ def describe(
     The first `shown` tokens of `whole` are counted one by one; the curve takes up to CURVE_TOKENS of it.
     """
     width = width_of(model)
-    if width.config.kinds != KINDS:
-        raise ConfigError(
-            f"the report needs attention and FFN routed; this model routes {', '.join(width.config.kinds)}"
-        )
     budget = get_budget(model)
     ids = torch.tensor(whole.ids[:shown], dtype=torch.long)
     progress("who computes what", 0, 1)
@@ -139,9 +135,9 @@ def describe(
             "type": width.config.model_type,
             "fingerprint": width.config.base.get("fingerprint", ""),
             "layers": len(width.layout.layers),
-            "groups": {kind: groups[kind].groups for kind in KINDS},
-            "group_size": {kind: groups[kind].group_size for kind in KINDS},
-            "group_weights": {kind: groups[kind].group_cost for kind in KINDS},
+            "groups": {kind: groups[kind].groups for kind in groups},
+            "group_size": {kind: groups[kind].group_size for kind in groups},
+            "group_weights": {kind: groups[kind].group_cost for kind in groups},
             "routable_weights": masks.routable_weights(width),
             "routable_share": routable_share(width.layout, width.config.kinds),
         },
@@ -158,7 +154,7 @@ def describe(
             "text": whole.pieces[: len(ids)],
             "kind": kinds,
             "share": [round(float(s), 6) for s in shares],
-            **{kind: masks.token_counts(width, kept, kind) for kind in KINDS},
+            **{kind: masks.token_counts(width, kept, kind) for kind in groups},
         },
         "kinds": [
             {"kind": kind, **_means(shares, by_kind, [i for i, k in enumerate(kinds) if k == kind])}
@@ -199,7 +195,7 @@ def _means(shares: Tensor, by_kind: dict[str, Tensor], places: list[int]) -> dic
     return {
         "tokens": len(places),
         "share": float(shares[places].mean()),
-        **{kind: float(by_kind[kind][places].mean()) for kind in KINDS},
+        **{kind: float(by_kind[kind][places].mean()) for kind in by_kind},
     }
 
 

@@ -73,7 +73,8 @@ FIGURES: tuple[Figure, ...] = tuple(
 def figures_for(data: dict[str, Any]) -> list[Figure]:
     """The figures that `data` has numbers for."""
     missing = {section for section in ("bench", "compare") if not data[section]}
-    return [figure for figure in FIGURES if figure.section not in missing]
+    unrouted = [f"-{kind}" for kind in plots.NAMES if kind not in plots.routed_kinds(data)]
+    return [f for f in FIGURES if f.section not in missing and not f.name.endswith(tuple(unrouted))]
 
 
 def to_svg(figure: Figure, data: dict[str, Any]) -> str:

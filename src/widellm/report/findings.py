@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from widellm.report.plots import NAMES, routed_kinds
+
 FEW_TOKENS = 200
 """Below so many predicted tokens, differences in perplexity are mostly noise."""
 _MIN_OF_KIND = 5
@@ -94,7 +96,8 @@ def _plural(kind: str) -> str:
 
 def _layers(data: dict[str, Any]) -> str:
     parts = []
-    for kind, name in (("attention", "attention"), ("ffn", "FFN")):
+    for kind in routed_kinds(data):
+        name = NAMES[kind]
         rows = [r for r in data["layers"] if r["kind"] == kind]
         top, low = max(rows, key=lambda r: r["density"]), min(rows, key=lambda r: r["density"])
         if top["density"] - low["density"] < 0.005:

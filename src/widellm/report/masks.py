@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widellm.config import KINDS
 from widellm.modeling.attach import Width, width_of
 from widellm.routing.state import SubLayer
 
@@ -80,7 +79,7 @@ def token_shares(width: Width, masks: list[Tensor]) -> Tensor:
 def kind_shares(width: Width, masks: list[Tensor]) -> dict[str, Tensor]:
     """kind -> float64 [T]: kept over all groups of that kind, for each token."""
     shares = {}
-    for kind in KINDS:
+    for kind in width.config.kinds:
         of_kind = [mask for sub, mask in zip(width.sublayers, masks, strict=True) if sub.kind == kind]
         shares[kind] = torch.cat(of_kind, 1).double().mean(1)
     return shares

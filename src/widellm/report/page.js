@@ -14,14 +14,14 @@
   const mean = (kind, i) => tokens[kind][i].reduce((a, b) => a + b, 0) / (model.groups[kind] * model.layers);
   const measures = {
     share: tokens.share,
-    attention: tokens.ids.map((_, i) => mean("attention", i)),
-    ffn: tokens.ids.map((_, i) => mean("ffn", i)),
   };
+  const kinds = Object.keys(model.groups);
+  for (const kind of kinds) measures[kind] = tokens.ids.map((_, i) => mean(kind, i));
 
   function bars(i) {
     const width = 300, height = 46, gap = 22, step = width / model.layers;
     let body = "";
-    ["attention", "ffn"].forEach((kind, row) => {
+    kinds.forEach((kind, row) => {
       const top = row * (height + gap) + 14;
       body += `<text x="0" y="${top - 4}">${kind === "ffn" ? "FFN" : "attention"}: groups kept in each layer</text>`;
       tokens[kind][i].forEach((kept, layer) => {
@@ -31,10 +31,10 @@
         body += `<rect class="${kind}" x="${x}" y="${(top + height - full).toFixed(2)}" width="${w}" height="${full.toFixed(2)}"/>`;
       });
     });
-    const foot = 2 * (height + gap) + 6;
+    const foot = kinds.length * (height + gap) + 6;
     body += `<text x="0" y="${foot}">layer 0</text>`;
     body += `<text x="${width}" y="${foot}" text-anchor="end">layer ${model.layers - 1}</text>`;
-    const said = ["attention", "ffn"].map((kind) => `${kind}: ${tokens[kind][i].join(", ")} of ${model.groups[kind]}`);
+    const said = kinds.map((kind) => `${kind}: ${tokens[kind][i].join(", ")} of ${model.groups[kind]}`);
     return `<svg class="bars" viewBox="0 0 ${width} ${foot + 4}" role="img" aria-label="Groups kept in layers 0 to ` +
       `${model.layers - 1}. ${said.join(". ")}.">${body}</svg>`;
   }
@@ -47,8 +47,8 @@
     panel.querySelector("code").textContent = spans[i].textContent.trim() || "\u2423";
     const values = {
       place: `${i + 1} of ${spans.length}`, kind: tokens.kind[i], share: percent(measures.share[i]),
-      attention: percent(measures.attention[i]), ffn: percent(measures.ffn[i]),
     };
+    for (const kind of kinds) values[kind] = percent(measures[kind][i]);
     for (const [name, value] of Object.entries(values)) panel.querySelector(`[data-f=${name}]`).textContent = value;
     panel.querySelector(".chart").innerHTML = bars(i); // numbers only: nothing of the text goes in here
   }

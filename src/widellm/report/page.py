@@ -17,9 +17,11 @@ from typing import Any
 
 from widellm.report.figures import Figure, figures_for, to_svg
 from widellm.report.findings import at_budget
-from widellm.report.plots import percent
+from widellm.report.plots import NAMES, percent, routed_kinds
 
 LEVELS = 10
+_UNITS = {"attention": "query head", "ffn": "channel"}
+_WEIGHTS = {"attention": "q and o", "ffn": "gate, up and down"}
 # cividis at ten even steps, and the ink that reads best on each
 _TINTS = ("00224e", "123570", "3b496c", "575d6d", "707173", "8a8678", "a59c74", "c3b369", "e1cc55", "fee838")
 
@@ -106,8 +108,7 @@ def _header(data: dict[str, Any], name: str) -> str:
         (percent(point["saved_all_layers"]), "of all layers' work saved"),
         (f"{ratio:.2f}\u00d7", "the dense model's perplexity"),
         (percent(point["top1_agreement"]), "same next token as the dense model"),
-        (percent(1 - point["attention_sparsity"]), "of attention groups kept"),
-        (percent(1 - point["ffn_sparsity"]), "of FFN groups kept"),
+        *((percent(1 - point[f"{k}_sparsity"]), f"of {NAMES[k]} groups kept") for k in routed_kinds(data)),
     )
     held = {True: ", not seen in calibration", None: "", False: ""}[source["held_out"]]
     sections = [("atlas", "The text")] + [(i, title) for i, title, _ in _SECTIONS if _shown(data, i)]
@@ -115,9 +116,12 @@ def _header(data: dict[str, Any], name: str) -> str:
     notice = f'<p class="note" role="note">{text(source["notice"])}</p>' if source["notice"] else ""
     return (
         f"<header><h1>Who computes what: {name}</h1>"
-        f'<p class="sub">{model["layers"]} layers of {model["groups"]["attention"]} attention groups '
-        f"({_count(model['group_size']['attention'], 'query head')} each) and {model['groups']['ffn']} FFN groups "
-        f"({_count(model['group_size']['ffn'], 'channel')} each); "
+        f'<p class="sub">{model["layers"]} layers of '
+        + " and ".join(
+            f"{model['groups'][k]} {NAMES[k]} groups ({_count(model['group_size'][k], _UNITS[k])} each)"
+            for k in routed_kinds(data)
+        )
+        + "; "
         f"{source['tokens']:,} tokens of {text(source['source'])}{held}.</p>"
         f'<p class="headline">{text(data["findings"]["headline"])}</p>{notice}<div class="tiles">'
         + "".join(f'<div class="card"><b>{value}</b><span class="muted">{what}</span></div>' for value, what in tiles)
@@ -147,7 +151,7 @@ def _atlas(data: dict[str, Any]) -> str:
     for i, (piece, share) in enumerate(zip(tokens["text"], tokens["share"], strict=True)):
         look = f'class="t q{level(share, low, high)}" tabindex="{0 if i == 0 else -1}" title="{percent(share)}"'
         spans.append(f'<span role="option" {look}>{_piece(piece)}</span>')
-    choices = (("share", "routable work", " checked"), ("attention", "attention groups", ""), ("ffn", "FFN groups", ""))
+    choices = (("share", "routable work", " checked"), *((k, f"{NAMES[k]} groups", "") for k in routed_kinds(data)))
     radios = "".join(
         f'<label><input type="radio" name="tint" value="{value}"{checked}>{title}</label>'
         for value, title, checked in choices
@@ -157,8 +161,7 @@ def _atlas(data: dict[str, Any]) -> str:
         ("place", "token"),
         ("kind", "kind"),
         ("share", "routable work spent"),
-        ("attention", "attention groups kept"),
-        ("ffn", "FFN groups kept"),
+        *((kind, f"{NAMES[kind]} groups kept") for kind in routed_kinds(data)),
     )
     rows = "".join(f'<dt>{title}</dt><dd data-f="{field}"></dd>' for field, title in fields)
     return (
@@ -209,9 +212,11 @@ def _figure(data: dict[str, Any], figure: Figure) -> str:
 
 def _footer(data: dict[str, Any]) -> str:
     curve, model = data["curve"], data["model"]
+    weights = "q, o, gate, up and down" if len(model["groups"]) > 1 else _WEIGHTS[next(iter(model["groups"]))]
     made = ", ".join(f"{text(name)} {text(version)}" for name, version in data["versions"].items())
     return (
-        '<footer class="muted"><p>Routable work is the multiply-adds of the q, o, gate, up and down weights '
+        '<footer class="muted"><p>Routable work is the multiply-adds of the '
+        f"{weights} weights "
         f"({percent(model['routable_share'])} of all layer weights here); k and v are always computed. Attention over "
         "the cache is skipped for dropped heads too and is not counted. The weights in memory are as many as before. "
         f"Perplexity is token perplexity over {curve['windows']} window(s) of {curve['window']} tokens of this text "

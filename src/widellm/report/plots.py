@@ -6,8 +6,6 @@ import math
 import unicodedata
 from typing import Any
 
-from widellm.config import KINDS
-
 Table = tuple[list[str], list[list[Any]]]
 Data = dict[str, Any]
 Colours = dict[str, str]
@@ -37,6 +35,11 @@ def share_axis(axes: Any, which: str = "y", top: float = 1.0) -> None:
 def legend_above(axes: Any, columns: int = 3) -> None:
     """The legend in a row over the plot, where it covers nothing."""
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2, handlelength=2.2)
+
+
+def routed_kinds(data: Data) -> list[str]:
+    """The kinds of sub-layer that have routers, in the order in which they are shown."""
+    return list(data["model"]["groups"])
 
 
 def _rows(data: Data, kind: str) -> list[Data]:
@@ -95,7 +98,7 @@ def _pairs(figure: Any, rows: list[Data], names: list[str], colours: Colours, me
     axes = figure.add_subplot()
     axes.grid(axis="x")
     axes.grid(False, axis="y")
-    for offset, kind in ((-0.2, "attention"), (0.2, "ffn")):
+    for offset, kind in zip((-0.2, 0.2), (k for k in NAMES if k in rows[0]), strict=False):
         places = [i + offset for i in range(len(rows))]
         axes.barh(
             places,
@@ -118,9 +121,10 @@ def _pairs(figure: Any, rows: list[Data], names: list[str], colours: Colours, me
 
 
 def _pairs_table(rows: list[Data], names: list[str], first: str) -> Table:
-    header = [first, "tokens", "work spent", "attention kept", "FFN kept"]
+    kinds = [kind for kind in NAMES if kind in rows[0]]
+    header = [first, "tokens", "work spent", *(f"{NAMES[kind]} kept" for kind in kinds)]
     body = [
-        [name, row["tokens"], percent(row["share"]), percent(row["attention"]), percent(row["ffn"])]
+        [name, row["tokens"], percent(row["share"]), *(percent(row[kind]) for kind in kinds)]
         for name, row in zip(names, rows, strict=True)
     ]
     return header, body
@@ -171,7 +175,7 @@ POSITIONS = (
 
 def _per_layer(figure: Any, data: Data, colours: Colours, field: str) -> Any:
     axes = figure.add_subplot()
-    for kind in KINDS:
+    for kind in routed_kinds(data):
         rows = _rows(data, kind)
         marker, dash = _MARKS[kind]
         axes.plot(
@@ -188,16 +192,16 @@ def _per_layer(figure: Any, data: Data, colours: Colours, field: str) -> Any:
 
 
 def _per_layer_table(data: Data, fields: dict[str, str], shown: Any = percent) -> Table:
-    header = ["layer", *(f"{NAMES[kind]}: {title}" for kind in KINDS for title in fields.values())]
+    header = ["layer", *(f"{NAMES[kind]}: {title}" for kind in routed_kinds(data) for title in fields.values())]
     rows = []
-    for pair in zip(*(_rows(data, kind) for kind in KINDS), strict=True):
+    for pair in zip(*(_rows(data, kind) for kind in routed_kinds(data)), strict=True):
         rows.append([pair[0]["layer"], *(shown(row[field]) for row in pair for field in fields)])
     return header, rows
 
 
 def _describe_lines(data: Data, field: str, what: str, shown: Any = percent) -> str:
     parts = []
-    for kind in KINDS:
+    for kind in routed_kinds(data):
         values = [row[field] for row in _rows(data, kind)]
         parts.append(f"{NAMES[kind]} from {shown(min(values))} to {shown(max(values))}")
     return f"Lines over the layers: {what}, {'; '.join(parts)}."
@@ -222,8 +226,9 @@ DENSITY = (
 
 
 def _draw_groups(figure: Any, data: Data, colours: Colours) -> None:
-    left, right = figure.subplots(1, 2, sharey=True)
-    for axes, kind in ((left, "attention"), (right, "ffn")):
+    kinds = routed_kinds(data)
+    panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
+    for axes, kind in zip(panels, kinds, strict=True):
         rows, groups = _rows(data, kind), data["model"]["groups"][kind]
         floor = [0.0] * len(rows)
         looks = (("always", colours[kind], ""), ("selective", colours["grid"], ""), ("never", colours["ink"], "xxxx"))
@@ -244,14 +249,14 @@ def _draw_groups(figure: Any, data: Data, colours: Colours) -> None:
         axes.set_title(f"{NAMES[kind]}: {groups} groups a layer", fontsize=9, loc="left")
         axes.set_xlabel("layer")
         share_axis(axes)
-    left.set_ylabel("groups kept")
-    handles, names = left.get_legend_handles_labels()
+    panels[0].set_ylabel("groups kept")
+    handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper left", ncols=3)
 
 
 def _describe_groups(data: Data) -> str:
     parts = []
-    for kind in KINDS:
+    for kind in routed_kinds(data):
         rows = _rows(data, kind)
         total = {field: sum(row[field] for row in rows) for field in ("always", "selective", "never")}
         parts.append(
@@ -320,7 +325,7 @@ ENTROPY = (
 
 def _draw_agreement(figure: Any, data: Data, colours: Colours) -> None:
     axes = _per_layer(figure, data, colours, "agreement")
-    for kind in KINDS:
+    for kind in routed_kinds(data):
         rows = _rows(data, kind)
         layers, chance = [row["layer"] for row in rows], [row["chance"] for row in rows]
         axes.plot(layers, chance, color=colours[kind], linestyle=":", linewidth=1.2, label=f"{NAMES[kind]}, unrelated")

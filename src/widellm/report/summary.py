@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from widellm.report.plots import label, percent
+from widellm.report.plots import NAMES, label, percent, routed_kinds
 
 _WIDTH = 20
 
@@ -25,11 +25,12 @@ def summary(data: dict[str, Any]) -> Group:
 
 def _kinds(data: dict[str, Any]) -> Table:
     table = Table(title="which tokens spend more", title_justify="left")
-    for column in ("kind of token", "tokens", "work spent", "", "attention", "FFN"):
+    kinds = routed_kinds(data)
+    for column in ("kind of token", "tokens", "work spent", "", *(NAMES[kind] for kind in kinds)):
         table.add_column(column, justify="left" if column in ("kind of token", "") else "right")
     for row in data["kinds"]:
         bar = "\u2588" * round(_WIDTH * row["share"])
-        shares = [percent(row[field]) for field in ("share", "attention", "ffn")]
+        shares = [percent(row[field]) for field in ("share", *kinds)]
         table.add_row(Text(row["kind"]), str(row["tokens"]), shares[0], bar, *shares[1:])
     return table
 

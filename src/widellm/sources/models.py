@@ -36,9 +36,11 @@ _WEIGHTS = "model.safetensors"
 # of a hub repository: one copy of the weights, nothing that is pickled
 _HUB_FILES = [_WEIGHTS, "model-*-of-*.safetensors", "width.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-# quant_method -> the package that runs it. Not compressed-tensors: it replaces the forward of every linear module, and
-# a routed projection's class would never be asked.
-QUANTISERS = {"torchao": "torchao", "bitsandbytes": "bitsandbytes"}
+QUANTISERS = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
+"""quant_method -> the package that runs it."""
+UNPACKED = "compressed-tensors"
+"""The quant_method whose weights are made float while they load: its package replaces the forward of every linear, and
+unpacks the weights for good at the first call anyway."""
 ROUTED = "widellm"
 """The quant_method by which a routed directory asks transformers to call us; its weights are not quantised."""
 # buffers that old checkpoints carry and every transformers since 4.3x computes itself
@@ -201,6 +203,14 @@ def quantisation_of(folder: str | Path) -> str | None:
     return str(method)
 
 
+def unpack(config: Any) -> Any:
+    """Let a transformers configuration say that the weights of UNPACKED are to be loaded as floats; returns it."""
+    asked = getattr(config, "quantization_config", None)
+    if isinstance(asked, dict) and asked.get("quant_method") == UNPACKED:
+        asked["dequantize"] = True
+    return config
+
+
 def _check_weight_files(folder: Path) -> None:
     """Every file is there and as long as its header says; nothing is read but the headers."""
     index = folder / _INDEX
@@ -232,6 +242,7 @@ def _load_model(
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        unpack(config)
         if (getattr(config, "quantization_config", None) or {}).get("quant_method") == ROUTED:
             del config.quantization_config
         more = {} if quantization_config is None else {"quantization_config": quantization_config}
