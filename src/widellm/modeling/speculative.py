@@ -107,12 +107,13 @@ class Speculative:
                 if not agrees:
                     break
             run.forget_beyond(ids.shape[1] - 1)
-            draft = self._draft(run, ids, choose)
+            # the last token wanted is the verification's own: nothing is drafted for it, nor beyond
+            draft = self._draft(run, ids, choose, generation_config.max_length - ids.shape[1] - 1)
 
-    def _draft(self, run: _Run, ids: Tensor, choose: Any) -> Tensor:
+    def _draft(self, run: _Run, ids: Tensor, choose: Any, room: int) -> Tensor:
         set_budget(run.model, self.draft_budget)
         start = sequence = ids
-        for _ in range(self.draft_tokens):
+        for _ in range(min(self.draft_tokens, room)):
             logits = run.feed(sequence, 1)[:, -1]
             token = choose(sequence, logits)
             sequence = torch.cat([sequence, token], 1)
