@@ -181,6 +181,27 @@ def test_the_number_of_threads_changes_nothing(rows: int) -> None:
         assert torch.equal(ffn, results[0][0]) and torch.equal(attention, results[0][1])
 
 
+@pytest.mark.parametrize("size", [24, 130])
+@pytest.mark.parametrize("rows", [1, 3, 17, 32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_by_section_and_by_column_have_the_same_bits(dtype: torch.dtype, rows: int, size: int) -> None:
+    # 17 rows of 300 sums are near enough for sections, 32 are not; many threads share out columns again
+    t = make(rows, 300, 40 * size, 40, dtype, input_major=True)
+    h = torch.randn(rows, 40 * size).to(dtype)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        want = cpu.routed_out(h, t["down"], t["keep"], t["biases"][2])
+        for row in range(rows):
+            alone = cpu.routed_out(h[row : row + 1], t["down"], t["keep"][row : row + 1], t["biases"][2])
+            assert torch.equal(alone[0], want[row])
+        for threads in (2, 3, 16):
+            torch.set_num_threads(threads)
+            assert torch.equal(cpu.routed_out(h, t["down"], t["keep"], t["biases"][2]), want)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("rows", [1, 20, 50])
 @pytest.mark.parametrize("act", [None, "silu"])
 def test_router_inside_the_ffn(rows: int, act: str | None) -> None:

@@ -9,6 +9,7 @@ namespace {
 constexpr int64_t kUnit = 16;           // weight rows per piece of work
 constexpr int64_t kNear = 256;          // inputs of a row that are gathered at a time
 constexpr int64_t kSumBytes = 24 << 10;  // of sums that a thread works on at a time
+constexpr int64_t kSection = 128;        // weight rows that an input-major sum adds up by themselves, at least
 
 // Which rows keep each group (bit m of rows[g]) and the groups that any row keeps, in order. Each thread has its own.
 struct Kept {
@@ -190,48 +191,114 @@ template <class T> struct FewOuter {  // out = [residual +] w h [+ bias] over th
   int64_t ldres;
   T *out;
   int64_t ldout;
-  float *y;  // scratch of rows * outputs, input-major only
+  float *y;  // input-major only: sums of sections, see reserve
+  Queue *queue;
 
-  void reserve(Scratch &s) { y = input_major ? s.get<float>(rows * round_up(outputs, kPairCols)) : nullptr; }
-  // Threads own columns of the output, so that a sum never depends on the number of threads or on other rows.
+  // Input-major sums are made section by section: the groups of a section (fixed by the sizes alone) in order from 0,
+  // then the sections in order. So it changes no bit who makes which section, or which columns of all.
+  int64_t per_section() const { return imax(kSection / size, 1); }
+  int64_t sections() const { return ceil_div(groups, per_section()); }
+  int64_t width() const { return round_up(outputs, kPairCols); }
+  bool compact() const { return rows * width() * (int64_t)sizeof(float) <= kSumBytes; }  // a section's sums stay near
+
+  void reserve(Scratch &s) {
+    y = input_major ? s.get<float>(rows * width() * (compact() ? 1 + sections() : 2)) : nullptr;
+    queue = s.zeros<Queue>(1);
+  }
+  // Every thread calls it once; no two calls share scratch.
   void run(const Kept &kept, const Team &team) const {
     if (!input_major) return along_rows(kept, share(outputs, 4, team));
     Range mine = share(outputs, kPairCols, team);
-    // As many columns at a time as keep the sums of all rows in the first cache.
+    if (compact() && kept.count >= 4 * team.threads) {
+      by_section(kept);
+      team.barrier();
+      return add_sections(kept, mine);
+    }
+    // Threads own columns; as many at a time as keep the sums of all rows in the first cache.
     int64_t step = imax(kSumBytes / (int64_t)sizeof(float) / rows / kPairCols, 1) * kPairCols;
     for (int64_t j = mine.begin; j < mine.end; j += step) columns(kept, j, imin(step, mine.end - j));
+  }
+  int64_t section_end(const Kept &kept, int64_t k) const {  // of the section that kept.groups[k] is in
+    int64_t section = kept.groups[k] / per_section();
+    while (k < kept.count && kept.groups[k] / per_section() == section) k++;
+    return k;
+  }
+  // Whole sections: long pieces of memory for each thread.
+  void by_section(const Kept &kept) const {
+    int64_t k = 0, section = 0;
+    auto take = [&] {  // the place in kept.groups of the next section that is this thread's
+      for (int64_t wanted = queue->take(); section < wanted && k < kept.count; section++) k = section_end(kept, k);
+      return k;
+    };
+    for (int64_t from = take(), after; from < kept.count; from = after) {
+      int64_t to = section_end(kept, from);
+      after = take();
+      float *sums = y + (1 + kept.groups[from] / per_section()) * rows * width();
+      memset((void *)sums, 0, (size_t)(rows * width()) * sizeof(float));
+      for (int64_t i = from; i < to; i++) {
+        int64_t g = kept.groups[i], next = i + 1 < to ? i + 1 : after;
+        Picked rows_of(kept.rows[g]);
+        const T *hs[kFewRows];
+        float *ys[kFewRows];
+        for (int64_t c = 0; c < rows_of.count; c++) {
+          hs[c] = h + rows_of.at[c] * ldh + g * size;
+          ys[c] = sums + rows_of.at[c] * width();
+        }
+        sum_stream(w + g * size * ldw, ldw, size, hs, ys, rows_of.count, outputs,
+                   next < kept.count ? w + kept.groups[next] * size * ldw : nullptr);
+      }
+    }
+  }
+  void add_sections(const Kept &kept, Range mine) const {
+    int64_t end = round_up(mine.end, kPairCols);
+    for (int64_t m = 0; m < rows; m++) {
+      float *total = y + m * width();
+      memset((void *)(total + mine.begin), 0, (size_t)(end - mine.begin) * sizeof(float));
+      for (int64_t k = 0; k < kept.count; k = section_end(kept, k)) {
+        const float *sums = total + (1 + kept.groups[k] / per_section()) * rows * width();
+        for (int64_t j = mine.begin; j < end; j += kLanes) store(total + j, load(total + j) + load(sums + j));
+      }
+      finish_row(m, mine.begin, mine.end - mine.begin, total + mine.begin);
+    }
   }
   void columns(const Kept &kept, int64_t begin, int64_t n) const {
     // Sums and inputs are gathered side by side: rows a power of two apart would evict each other from the cache.
     int64_t ld = round_up(n, kPairCols);
-    float *sums = y + begin * rows;
+    float *totals = y + begin * rows, *sums = totals + rows * width();
     T near[kFewRows * kNear];
-    memset(sums, 0, (size_t)(rows * ld) * sizeof(float));
-    for (int64_t k = 0; k < kept.count; k++) {
-      int64_t g = kept.groups[k];
-      Picked rows_of(kept.rows[g]);
-      const T *hs[kFewRows], *from = w + g * size * ldw + begin;
-      float *ys[kFewRows];
-      for (int64_t f = 0; f < size; f += kNear) {
-        int64_t depth = imin(kNear, size - f);
-        for (int64_t c = 0; c < rows_of.count; c++) {
-          memcpy((void *)(near + c * kNear), h + rows_of.at[c] * ldh + g * size + f, (size_t)depth * sizeof(T));
-          hs[c] = near + c * kNear;
-          ys[c] = sums + rows_of.at[c] * ld;
+    memset((void *)totals, 0, (size_t)(rows * ld) * sizeof(float));
+    for (int64_t k = 0, to; k < kept.count; k = to) {
+      to = section_end(kept, k);
+      memset((void *)sums, 0, (size_t)(rows * ld) * sizeof(float));
+      for (int64_t i = k; i < to; i++) {
+        int64_t g = kept.groups[i];
+        Picked rows_of(kept.rows[g]);
+        const T *hs[kFewRows], *from = w + g * size * ldw + begin;
+        float *ys[kFewRows];
+        for (int64_t f = 0; f < size; f += kNear) {
+          int64_t depth = imin(kNear, size - f);
+          for (int64_t c = 0; c < rows_of.count; c++) {
+            memcpy((void *)(near + c * kNear), h + rows_of.at[c] * ldh + g * size + f, (size_t)depth * sizeof(T));
+            hs[c] = near + c * kNear;
+            ys[c] = sums + rows_of.at[c] * ld;
+          }
+          const T *next = f + kNear < size     ? from + (f + kNear) * ldw
+                          : i + 1 < kept.count ? w + kept.groups[i + 1] * size * ldw + begin
+                                               : nullptr;
+          sum_rows(from + f * ldw, ldw, depth, hs, ys, rows_of.count, n, next);
         }
-        const T *next = f + kNear < size       ? from + (f + kNear) * ldw
-                        : k + 1 < kept.count ? w + kept.groups[k + 1] * size * ldw + begin
-                                             : nullptr;
-        sum_rows(from + f * ldw, ldw, depth, hs, ys, rows_of.count, n, next);
       }
+      for (int64_t i = 0; i < rows * ld; i += kLanes) store(totals + i, load(totals + i) + load(sums + i));
     }
-    for (int64_t m = 0; m < rows; m++)
-      for (int64_t j = 0; j < n; j += kPairCols) {
-        vf lo, hi;
-        in_order<T>(sums + m * ld + j, lo, hi);
-        finish(m, begin + j, imin(kLanes, n - j), lo);
-        if (j + kLanes < n) finish(m, begin + j + kLanes, imin(kLanes, n - j - kLanes), hi);
-      }
+    for (int64_t m = 0; m < rows; m++) finish_row(m, begin, n, totals + m * ld);
+  }
+  void finish_row(int64_t m, int64_t begin, int64_t n, const float *sums) const {
+    for (int64_t j = 0; j < n; j += kPairCols) {
+      vf lo, hi;
+      in_order<T>(sums + j, lo, hi);
+      finish(m, begin + j, imin(kLanes, n - j), lo);
+      if (j + kLanes < n) finish(m, begin + j + kLanes, imin(kLanes, n - j - kLanes), hi);
+    }
   }
   void along_rows(const Kept &kept, Range part) const {
     for (int64_t j = part.begin; j < part.end; j += 4) {

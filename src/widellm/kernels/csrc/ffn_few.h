@@ -12,7 +12,7 @@ template <class T> static int64_t ffn_few(const WideFfn &f, WideArena *arena) {
                     (const T *)f.gate, f.ldgate, (const T *)f.up, f.ldup, (const T *)f.gate_bias,
                     (const T *)f.up_bias, s.get<T>(f.rows * f.inner)};
   FewOuter<T> outer{f.rows, f.hidden, size, f.groups, inner.h, f.inner, (const T *)f.down, f.lddown,
-                    f.down_input_major != 0, (const T *)f.down_bias, nullptr, 0, (T *)f.out, f.ldout, nullptr};
+                    f.down_input_major != 0, (const T *)f.down_bias, nullptr, 0, (T *)f.out, f.ldout, nullptr, nullptr};
   outer.reserve(s);
   FewRouter<T> router{&f.router, f.rows, f.hidden, f.groups, nullptr, nullptr, f.keep_out};
   if (routes) router.reserve(s);
@@ -79,7 +79,7 @@ template <class T> static int64_t out_few(const WideOut &f, WideArena *arena) {
   Scratch s{arena};
   int64_t size = f.inputs / f.groups;
   FewOuter<T> outer{f.rows, f.outputs, size, f.groups, (const T *)f.x, f.ldx, (const T *)f.w, f.ldw,
-                    f.input_major != 0, (const T *)f.bias, nullptr, 0, (T *)f.out, f.ldout, nullptr};
+                    f.input_major != 0, (const T *)f.bias, nullptr, 0, (T *)f.out, f.ldout, nullptr, nullptr};
   outer.reserve(s);
   Kept kept;
   kept.reserve(s, f.groups);

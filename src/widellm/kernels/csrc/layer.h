@@ -167,7 +167,8 @@ template <class T> static auto rest_work(const WideLayer &l, const WideRest &c, 
   FewAttention<T> attention{a, 0, 0, 0, nullptr, nullptr, nullptr};
   attention.reserve(s);
   FewOuter<T> o{rows, l.hidden, inner_dim / l.attn_groups, l.attn_groups, mixed, inner_dim, (const T *)l.wo, l.ldo,
-                l.o_input_major != 0, (const T *)l.bo, (const T *)c.x, c.ldx, middle, l.hidden, nullptr};
+                l.o_input_major != 0, (const T *)l.bo, (const T *)c.x, c.ldx, middle, l.hidden, nullptr,
+                nullptr};
   o.reserve(s);
   FewRouter<T> router{&l.ffn_router, rows, l.hidden, l.ffn_groups, nullptr, nullptr, c.ffn_keep};
   if (routes) router.reserve(s, l.ffn_router.shared && c.tokens == 1);
@@ -176,7 +177,7 @@ template <class T> static auto rest_work(const WideLayer &l, const WideRest &c, 
                     (const T *)l.up, l.ldup, (const T *)l.gate_bias, (const T *)l.up_bias, s.get<T>(rows * l.inner)};
   FewOuter<T> outer{rows, l.hidden, size, l.ffn_groups, inner.h, l.inner, (const T *)l.down, l.lddown,
                     l.down_input_major != 0, (const T *)l.down_bias, middle, l.hidden, (T *)c.out, l.hidden,
-                    nullptr};
+                    nullptr, nullptr};
   outer.reserve(s);
   Queue *queues = s.zeros<Queue>(2);
   Kept *kept = s.get<Kept>(l.run.threads);
