@@ -9,7 +9,8 @@ namespace {
 constexpr int64_t kUnit = 16;           // weight rows per piece of work
 constexpr int64_t kNear = 256;          // inputs of a row that are gathered at a time
 constexpr int64_t kSumBytes = 24 << 10;  // of sums that a thread works on at a time
-constexpr int64_t kSection = 128;        // weight rows that an input-major sum adds up by themselves, at least
+constexpr int64_t kSection = 256;        // weight rows that an input-major sum adds up by themselves, at least
+constexpr int64_t kSections = 16;        // and in how many parts it does so, at most
 
 // Which rows keep each group (bit m of rows[g]) and the groups that any row keeps, in order. Each thread has its own.
 struct Kept {
@@ -196,13 +197,13 @@ template <class T> struct FewOuter {  // out = [residual +] w h [+ bias] over th
 
   // Input-major sums are made section by section: the groups of a section (fixed by the sizes alone) in order from 0,
   // then the sections in order. So it changes no bit who makes which section, or which columns of all.
-  int64_t per_section() const { return imax(kSection / size, 1); }
+  int64_t per_section() const { return imax(ceil_div(kSection, size), ceil_div(groups, kSections)); }
   int64_t sections() const { return ceil_div(groups, per_section()); }
   int64_t width() const { return round_up(outputs, kPairCols); }
   bool compact() const { return rows * width() * (int64_t)sizeof(float) <= kSumBytes; }  // a section's sums stay near
 
   void reserve(Scratch &s) {
-    y = input_major ? s.get<float>(rows * width() * (compact() ? 1 + sections() : 2)) : nullptr;
+    y = input_major ? s.get<float>(rows * width() * imax(compact() ? 1 + sections() : 0, 4)) : nullptr;
     queue = s.zeros<Queue>(1);
   }
   // Every thread calls it once; no two calls share scratch.
@@ -223,20 +224,22 @@ template <class T> struct FewOuter {  // out = [residual +] w h [+ bias] over th
     while (k < kept.count && kept.groups[k] / per_section() == section) k++;
     return k;
   }
-  // Whole sections: long pieces of memory for each thread.
+  // Whole sections, the largest first: long pieces of memory for each thread, and an even end.
   void by_section(const Kept &kept) const {
-    int64_t k = 0, section = 0;
-    auto take = [&] {  // the place in kept.groups of the next section that is this thread's
-      for (int64_t wanted = queue->take(); section < wanted && k < kept.count; section++) k = section_end(kept, k);
-      return k;
-    };
-    for (int64_t from = take(), after; from < kept.count; from = after) {
-      int64_t to = section_end(kept, from);
-      after = take();
-      float *sums = y + (1 + kept.groups[from] / per_section()) * rows * width();
+    Range parts[kSections];  // of kept.groups
+    int64_t count = 0;
+    for (int64_t k = 0, to; k < kept.count; k = to) {
+      to = section_end(kept, k);
+      int64_t at = count++;
+      for (; at > 0 && parts[at - 1].end - parts[at - 1].begin < to - k; at--) parts[at] = parts[at - 1];
+      parts[at] = {k, to};
+    }
+    for (int64_t u = queue->take(), after; u < count; u = after) {
+      after = queue->take();
+      float *sums = y + (1 + kept.groups[parts[u].begin] / per_section()) * rows * width();
       memset((void *)sums, 0, (size_t)(rows * width()) * sizeof(float));
-      for (int64_t i = from; i < to; i++) {
-        int64_t g = kept.groups[i], next = i + 1 < to ? i + 1 : after;
+      for (int64_t i = parts[u].begin; i < parts[u].end; i++) {
+        int64_t g = kept.groups[i], next = i + 1 < parts[u].end ? i + 1 : after < count ? parts[after].begin : -1;
         Picked rows_of(kept.rows[g]);
         const T *hs[kFewRows];
         float *ys[kFewRows];
@@ -245,7 +248,7 @@ template <class T> struct FewOuter {  // out = [residual +] w h [+ bias] over th
           ys[c] = sums + rows_of.at[c] * width();
         }
         sum_stream(w + g * size * ldw, ldw, size, hs, ys, rows_of.count, outputs,
-                   next < kept.count ? w + kept.groups[next] * size * ldw : nullptr);
+                   next >= 0 ? w + kept.groups[next] * size * ldw : nullptr);
       }
     }
   }
@@ -263,13 +266,13 @@ template <class T> struct FewOuter {  // out = [residual +] w h [+ bias] over th
   }
   void columns(const Kept &kept, int64_t begin, int64_t n) const {
     // Sums and inputs are gathered side by side: rows a power of two apart would evict each other from the cache.
-    int64_t ld = round_up(n, kPairCols);
-    float *totals = y + begin * rows, *sums = totals + rows * width();
+    int64_t ld = round_up(n, kPairCols) + kPairCols;
+    float *totals = y + 4 * begin * rows, *sums = totals + rows * ld;
     T near[kFewRows * kNear];
     memset((void *)totals, 0, (size_t)(rows * ld) * sizeof(float));
+    memset((void *)sums, 0, (size_t)(rows * ld) * sizeof(float));
     for (int64_t k = 0, to; k < kept.count; k = to) {
       to = section_end(kept, k);
-      memset((void *)sums, 0, (size_t)(rows * ld) * sizeof(float));
       for (int64_t i = k; i < to; i++) {
         int64_t g = kept.groups[i];
         Picked rows_of(kept.rows[g]);
@@ -288,7 +291,10 @@ template <class T> struct FewOuter {  // out = [residual +] w h [+ bias] over th
           sum_rows(from + f * ldw, ldw, depth, hs, ys, rows_of.count, n, next);
         }
       }
-      for (int64_t i = 0; i < rows * ld; i += kLanes) store(totals + i, load(totals + i) + load(sums + i));
+      for (int64_t i = 0; i < rows * ld; i += kLanes) {
+        store(totals + i, load(totals + i) + load(sums + i));
+        store(sums + i, vf{});
+      }
     }
     for (int64_t m = 0; m < rows; m++) finish_row(m, begin, n, totals + m * ld);
   }

@@ -198,19 +198,12 @@ static void dot_rows(const T *w, int64_t ldw, int64_t nw, const T *const *x, int
   }
 }
 
-// ahead: what memory is asked for meanwhile: the 2 P rows from there (line by line, as their columns come), or with Flat
-// as many bytes as these rows have, from there on in order of address
-template <class T, int P, bool Flat = false>
+template <class T, int P>
 static void pairs_into(const T *w, int64_t ldw, const T *const *h, int64_t f, float *const *y, int64_t nx,
                        int64_t cols, const T *ahead) {
-  constexpr int64_t line = 64 / sizeof(T);
   for (int64_t j = 0; j < cols; j += kPairCols) {
     Pair<T> pair[P];
-    if (Flat) {
-      for (int64_t i = 0; ahead && i < 2 * P * kPairCols; i += line) __builtin_prefetch(ahead + 2 * P * j + i);
-    } else {
-      for (int p = 0; ahead && p < 2 * P; p++) __builtin_prefetch(ahead + p * ldw + j);
-    }
+    for (int p = 0; ahead && p < 2 * P; p++) __builtin_prefetch(ahead + p * ldw + j);
     if (j + kPairCols <= cols) {
       for (int p = 0; p < P; p++) pair[p] = Pair<T>::get(w + 2 * p * ldw + j, w + (2 * p + 1) * ldw + j);
     } else {
@@ -227,11 +220,12 @@ static void pairs_into(const T *w, int64_t ldw, const T *const *h, int64_t f, fl
 }
 
 // y[m][j] += sum over f < nf of h[m][f] * w[f][j] for j < cols; y in the order of Pair, padded to kPairCols; next: the
-// weight rows that are wanted after these. The order of the sum is that of f, whatever the tiles.
+// weight rows that are wanted after these
 template <class T>
 static void sum_rows(const T *w, int64_t ldw, int64_t nf, const T *const *h, float *const *y, int64_t nx,
-                     int64_t cols, const T *next = nullptr, int64_t f = 0) {
+                     int64_t cols, const T *next = nullptr) {
   constexpr int P = Pair<T>::batch;
+  int64_t f = 0;
   for (; f + 2 * P <= nf; f += 2 * P) {
     const T *now = w + f * ldw;
     pairs_into<T, P>(now, ldw, h, f, y, nx, cols, f + 4 * P <= nf ? now + 2 * P * ldw : next);
@@ -252,22 +246,45 @@ static void sum_rows(const T *w, int64_t ldw, int64_t nf, const T *const *h, flo
 
 // The same for whole weight rows, which lie in memory one after the other: they are asked for in that order, a fixed
 // way ahead, which memory serves a third faster than several rows at a time.
+template <class T, int P>
+static void pairs_stream(const T *w, int64_t ldw, const T *const *h, int64_t f, float *const *y, int64_t nx,
+                         int64_t cols, const T *ahead) {
+  constexpr int64_t bytes = 2 * P * kPairCols * sizeof(T);
+  const char *line = (const char *)ahead;
+  for (int64_t j = 0; j < cols; j += kPairCols, line += bytes) {
+    Pair<T> pair[P];
+    for (int64_t i = 0; ahead && i < bytes; i += 64) __builtin_prefetch(line + i);
+    for (int p = 0; p < P; p++) {
+      const T *a = w + 2 * p * ldw + j;
+      pair[p] = j + kPairCols <= cols ? Pair<T>::get(a, a + ldw) : Pair<T>::getn(a, a + ldw, cols - j);
+    }
+    for (int64_t m = 0; m < nx; m++) {
+      vf y0 = load(y[m] + j), y1 = load(y[m] + j + kLanes);
+      for (int p = 0; p < P; p++) Pair<T>::template add<true>(pair[p], h[m] + f + 2 * p, y0, y1);
+      store(y[m] + j, y0);
+      store(y[m] + j + kLanes, y1);
+    }
+  }
+}
+
 template <class T>
 static void sum_stream(const T *w, int64_t ldw, int64_t nf, const T *const *h, float *const *y, int64_t nx,
                        int64_t cols, const T *next) {
   constexpr int P = Pair<T>::batch;
-  const int64_t far = (nx == 1 ? 8192 : 16384) / (int64_t)sizeof(T), end = nf * ldw;
-  int64_t f = 0, step = nx == 1 ? 2 : 2 * P;
+  const int64_t step = nx == 1 ? 2 : 2 * P, end = nf * ldw, far = (nx == 1 ? 8192 : 16384) / (int64_t)sizeof(T);
+  int64_t f = 0;
   for (; f + step <= nf; f += step) {
     int64_t at = f * ldw + far;
     const T *ahead = at < end ? w + at : next ? next + (at - end) : nullptr;
-    if (step == 2) {
-      pairs_into<T, 1, true>(w + f * ldw, ldw, h, f, y, nx, cols, ahead);
+    if (nx == 1) {
+      pairs_stream<T, 1>(w + f * ldw, ldw, h, f, y, nx, cols, ahead);
     } else {
-      pairs_into<T, P, true>(w + f * ldw, ldw, h, f, y, nx, cols, ahead);
+      pairs_stream<T, P>(w + f * ldw, ldw, h, f, y, nx, cols, ahead);
     }
   }
-  sum_rows(w, ldw, nf, h, y, nx, cols, (const T *)nullptr, f);
+  const T *rest[32];
+  for (int64_t m = 0; f < nf && m < nx; m++) rest[m] = h[m] + f;
+  if (f < nf) sum_rows(w + f * ldw, ldw, nf - f, rest, y, nx, cols);
 }
 
 // Accumulators of sum_rows -> natural column order, into lo and hi
