@@ -98,6 +98,12 @@ class Transformers:
         return stamp.times[0] - start, [b - a for a, b in zip(stamp.times, stamp.times[1:], strict=False)]
 
 
+def _plain_strides(module: Any, args: tuple[Tensor]) -> tuple[Tensor]:
+    """The last token's states as a tensor of their own: torch (2.13) copies the whole vocabulary matrix, which takes
+    longer than the rest of a prefill, when it multiplies the slice that transformers takes of all tokens' states."""
+    return (args[0].reshape(-1).view(args[0].shape),)
+
+
 def build(spec: EngineSpec) -> Engine:
     """Make the engine in this process; sets torch's thread count. Raises WidellmError for what cannot be built."""
     torch.set_num_threads(spec.threads)
@@ -107,6 +113,7 @@ def build(spec: EngineSpec) -> Engine:
         return Transformers(routed_model(spec.model, dtype), spec.new_tokens, routed=True)
     if spec.engine in ("transformers", "torch.compile"):
         model = dense_model(spec.model, dtype)
+        model.get_output_embeddings().register_forward_pre_hook(_plain_strides)
         return Transformers(model, spec.new_tokens, static=spec.engine == "torch.compile")
     if spec.engine == "llama.cpp":
         return LlamaCpp(dense_model(spec.model, dtype), spec.new_tokens, spec.longest, spec.threads)
