@@ -1,7 +1,7 @@
 """Builds the optional native CPU library; everything else is in pyproject.toml.
 
 The library links to nothing of torch: it has a plain C interface and is loaded with ctypes. Where it cannot be built
-(no GCC; Clang is untried) the install goes on without it, and `widellm doctor` says so.
+(no C++17 compiler; GCC 12 and Clang 14 are tried) the install goes on without it, and `widellm doctor` says so.
 """
 
 from pathlib import Path

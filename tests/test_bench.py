@@ -17,7 +17,7 @@ from routing_helpers import route
 from tiny import tiny_model, tiny_tokenizer
 from widellm.bench import cases, masks, models, ops, plots, run, worker, zoo
 from widellm.bench.cases import ModelShape
-from widellm.bench.engines import EngineSpec, Transformers
+from widellm.bench.engines import EngineSpec, Transformers, _plain_strides
 from widellm.bench.llama_cpp import interleaved, write_gguf
 from widellm.bench.rows import ModelRow, OpRow
 from widellm.cli.main import app
@@ -191,6 +191,22 @@ def test_a_routed_directory_is_timed_under_every_engine(
     assert all((r["token_ms"] is None) == (r["phase"] == "prefill") for r in found)
 
 
+@pytest.mark.requirement("R31")
+def test_a_slow_model_ends_after_one_counted_round(routed_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "Worker", InThisProcess)
+    stages: list[tuple[int, int]] = []
+    settings = model_settings(str(routed_directory), engines=("transformers",), phases=("decode",), rounds=3, seconds=0)
+    models.time_model(settings, lambda stage, done, total: stages.append((done, total)))
+    assert [s for s in stages if s[1] == 4] == [(0, 4), (1, 4), (4, 4)]  # the first, one that counts, the end
+
+
+def test_the_head_of_the_dense_engine_gets_plain_strides() -> None:
+    # torch 2.13 copies the whole matrix when a bf16 linear is given the slice that transformers takes
+    x = torch.randn(1, 7, 16)[:, -1:]
+    (plain,) = _plain_strides(None, (x,))
+    assert x.stride() == (112, 16, 1) and plain.stride() == (16, 16, 1) and torch.equal(plain, x)
+
+
 def test_a_random_model_gets_routers_that_meet_the_budget(tiny_shape: None) -> None:
     model = zoo.routed_model("random:tiny", torch.float32)
     assert get_budget(model) == 1.0
@@ -290,6 +306,28 @@ def test_bad_options_are_one_line(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["bench", *arguments])
     assert isinstance(result.exception, WidellmError)
     assert message in str(result.exception) and "\n" not in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ([], (("prefill", "decode"), 16, 3, 20.0)),
+        (["--phases", "batch", "--new-tokens", "9", "--rounds", "5"], (("batch",), 9, 5, float("inf"))),
+    ],
+)
+def test_llama_1b_is_brief_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], wanted: tuple[Any, ...]
+) -> None:
+    made: list[models.ModelSettings] = []
+
+    def bench(chosen: Any, ops: Any, model: Any, settings: Any, progress: Any) -> run.BenchResult:
+        made.append(settings(run.RANDOM_MODEL))
+        return run.BenchResult()
+
+    monkeypatch.setattr(run, "bench", bench)
+    result = CliRunner().invoke(app, ["bench", "--only", "llama-1b", *arguments])
+    assert result.exception is None, result.output
+    assert [(m.phases, m.new_tokens, m.rounds, m.seconds) for m in made] == [wanted]
 
 
 @pytest.mark.requirement("R8")

@@ -98,7 +98,7 @@ class Transformers:
         return stamp.times[0] - start, [b - a for a, b in zip(stamp.times, stamp.times[1:], strict=False)]
 
 
-def _plain_strides(module: Any, args: tuple[Tensor]) -> tuple[Tensor]:
+def _plain_strides(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor]:
     """The last token's states as a tensor of their own: torch (2.13) copies the whole vocabulary matrix, which takes
     longer than the rest of a prefill, when it multiplies the slice that transformers takes of all tokens' states."""
     return (args[0].reshape(-1).view(args[0].shape),)

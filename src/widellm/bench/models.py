@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ class ModelSettings:
     decode_prompt: int = 128
     new_tokens: int = 32
     rounds: int = 3
+    seconds: float = 20.0
+    """No round begins later than this after the first, which is not counted; one is always counted."""
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
@@ -91,13 +94,14 @@ def time_model(
     longest = max(settings.prompt, settings.decode_prompt + settings.new_tokens) + 8
     with contextlib.ExitStack() as stack:
         workers: dict[str, Worker] = {}
-        for done, name in enumerate(engines):
-            progress(f"{stage}: load", done, len(engines))
+        for name in engines:  # all load at once
             spec = EngineSpec(
                 name, settings.model, settings.dtype, torch.get_num_threads(), settings.new_tokens, longest
             )
             workers[name] = stack.enter_context(Worker(spec))
-            workers[name].ready()
+        for done, worker in enumerate(workers.values()):
+            progress(f"{stage}: load", done, len(engines))
+            worker.ready()
         progress(f"{stage}: load", len(engines), len(engines))
         check_parity(workers, ids[:, : min(64, ids.shape[1])], settings.dtype)
         times = _rounds(workers, ids, settings, lambda done, total: progress(f"{stage}: time", done, total))
@@ -129,8 +133,10 @@ def _rounds(
     found = {turn: _Times.none() for turn in turns}
     short = ids[:, : settings.decode_prompt]
     prompts, mask = left_padded(ids, BATCH_LENGTHS)
-    total = (settings.rounds + 1) * len(turns)
+    total, began = (settings.rounds + 1) * len(turns), time.perf_counter()
     for turn in range(settings.rounds + 1):  # the first is not counted
+        if turn > 1 and time.perf_counter() - began > settings.seconds:
+            break
         for place, (name, budget) in enumerate(turns):
             progress(turn * len(turns) + place, total)
             times = _Times.none() if turn == 0 else found[name, budget]

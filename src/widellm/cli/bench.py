@@ -31,15 +31,26 @@ def bench(
     densities: Annotated[str | None, typer.Option(help="Ops: densities, as in 0.5,0.25.")] = None,
     backend: Annotated[str, typer.Option(help="Ops: auto, or one backend by name.")] = "auto",
     engines: Annotated[
-        str | None, typer.Option(help="Models: widellm, transformers, llama.cpp, torch.compile (compiles for minutes).")
+        str | None,
+        typer.Option(
+            help="Models: widellm, transformers, llama.cpp, torch.compile (takes some minutes more; only when named)."
+        ),
     ] = None,
     phases: Annotated[
-        str | None, typer.Option(help="Models: prefill, decode, batch, batch_shared (default: all).")
+        str | None,
+        typer.Option(help="Models: prefill, decode, batch, batch_shared (default: all; the first two in llama-1b)."),
     ] = None,
     budget: Annotated[float, typer.Option(help="Models: budget of the routed rows.")] = 0.5,
     prompt: Annotated[int, typer.Option(help="Models: tokens prefilled.")] = 512,
-    new_tokens: Annotated[int, typer.Option(help="Models: tokens decoded.")] = 32,
-    rounds: Annotated[int, typer.Option(help="Rounds in which everything takes its turn.")] = 3,
+    new_tokens: Annotated[
+        int | None, typer.Option(help="Models: tokens decoded (default: 32; 16 in llama-1b).")
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            help="Rounds in which everything takes its turn (default: 3, fewer where a part would take long)."
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     threads: Threads = None,
     json_file: JsonFile = None,
@@ -66,21 +77,17 @@ def bench(
     ops = OpSettings(
         dtype=getattr(torch, dtype),
         backend=check_backend(backend),
-        rounds=rounds,
+        rounds=3 if rounds is None else rounds,
         **{k: v for k, v in given.items() if v is not None},
     )
-    listed: dict[str, Any] = {"engines": _names(engines), "phases": _names(phases)}
+    listed: dict[str, Any] = {"engines": _names(engines), "phases": _names(phases), "new_tokens": new_tokens}
+    if rounds is not None:
+        listed |= {"rounds": rounds, "seconds": float("inf")}
 
     def settings(name: str) -> ModelSettings:
-        return ModelSettings(
-            name,
-            budget=budget,
-            prompt=prompt,
-            new_tokens=new_tokens,
-            rounds=rounds,
-            dtype=dtype,
-            **{k: v for k, v in listed.items() if v is not None},
-        )
+        brief: dict[str, Any] = {"phases": ("prefill", "decode"), "new_tokens": 16} if name == run.RANDOM_MODEL else {}
+        chosen = brief | {k: v for k, v in listed.items() if v is not None}
+        return ModelSettings(name, budget=budget, prompt=prompt, dtype=dtype, **chosen)
 
     for part in chosen:  # what is wrong with the settings is said before minutes of timing
         if part in run.GROUPS["models"]:
