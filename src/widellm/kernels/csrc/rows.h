@@ -282,7 +282,7 @@ static void sum_stream(const T *w, int64_t ldw, int64_t nf, const T *const *h, f
       pairs_stream<T, P>(w + f * ldw, ldw, h, f, y, nx, cols, ahead);
     }
   }
-  const T *rest[32];
+  const T *rest[kFewRows];
   for (int64_t m = 0; f < nf && m < nx; m++) rest[m] = h[m] + f;
   if (f < nf) sum_rows(w + f * ldw, ldw, nf - f, rest, y, nx, cols);
 }
