@@ -18,6 +18,7 @@ from tiny import tiny_model, tiny_tokenizer
 from widellm.bench import cases, masks, models, ops, plots, run, worker, zoo
 from widellm.bench.cases import ModelShape
 from widellm.bench.engines import EngineSpec, Transformers, _plain_strides
+from widellm.bench.int8_cases import OPS as INT8_OPS
 from widellm.bench.llama_cpp import interleaved, write_gguf
 from widellm.bench.rows import ModelRow, OpRow
 from widellm.cli.main import app
@@ -62,7 +63,7 @@ def test_every_op_gives_rows_with_the_promised_keys(tiny_shape: None, dtype: tor
     assert {row["kind"] for row in found} == {"op"}
     assert all(row["speedup"] == pytest.approx(row["dense_ms"] / row["ms"], rel=1e-2) for row in found)
     assert {r.dense_backend for r in rows} <= {"torch", "cpu"}
-    native = {"layer", "attention_step", "interleaved"} if cpu.availability()[0] else set()
+    native = {"layer", "attention_step", "interleaved", *INT8_OPS} if cpu.availability()[0] else set()
     assert {r.op for r in rows} == {*cases.CASES, "router"} | native
     assert {(r.rows, r.masks) for r in rows if r.op == "routed_ffn"} >= {(1, "random"), (8, "shared"), (64, "random")}
     json.dumps(found, allow_nan=False)
@@ -207,6 +208,21 @@ def test_the_head_of_the_dense_engine_gets_plain_strides() -> None:
     assert x.stride() == (112, 16, 1) and plain.stride() == (16, 16, 1) and torch.equal(plain, x)
 
 
+def test_int8_weights_are_timed_where_torchao_is(routed_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "Worker", InThisProcess)
+    engines = ("widellm-int8", "torchao-int8", "widellm")
+    chosen = model_settings(str(routed_directory), engines=engines, phases=("decode",))
+    monkeypatch.setattr(models, "available", lambda name: False)
+    rows, notes = models.time_model(chosen)
+    assert {r.engine for r in rows} == {"widellm"} and len(notes) == 2 and "widellm[quant]" in notes[0]
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(models, "available", available)
+    rows, notes = models.time_model(chosen)
+    assert {(r.engine, r.budget) for r in rows} == {
+        ("widellm-int8", 1.0), ("widellm-int8", 0.5), ("torchao-int8", 1.0), ("widellm", 1.0), ("widellm", 0.5)
+    } and not notes  # fmt: skip
+
+
 def test_a_random_model_gets_routers_that_meet_the_budget(tiny_shape: None) -> None:
     model = zoo.routed_model("random:tiny", torch.float32)
     assert get_budget(model) == 1.0
@@ -279,8 +295,8 @@ def test_another_reader_of_the_gguf_file_computes_the_same_logits(tmp_path: Path
 
 
 def test_parts() -> None:
-    assert run.parts(None, False) == ("ffn", "projections", "attention", "layer", "llama-1b")
-    assert run.parts("ops,model", True) == ("ffn", "projections", "attention", "layer", "model")
+    assert run.parts(None, False) == ("ffn", "projections", "attention", "int8", "layer", "llama-1b")
+    assert run.parts("ops,model", True) == ("ffn", "projections", "attention", "int8", "layer", "model")
     assert run.parts("models", False) == ("llama-1b",)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import transformers
 from packaging.version import Version
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, DynamicCache
 
 import widellm
 from routing_helpers import oracle_logits, route
@@ -22,7 +23,9 @@ from tiny import tiny_tokenizer as make_tokenizer
 from widellm.bench.explain import explain
 from widellm.errors import CheckpointError, ConfigError, MissingDependencyError, UnsupportedModelError
 from widellm.evaluation.perplexity import perplexity
-from widellm.modeling.attach import set_budget, width_of
+from widellm.kernels import cpu
+from widellm.modeling import linears
+from widellm.modeling.attach import set_backend, set_budget, width_of
 from widellm.modeling.checkpoint import FORMS, export, save
 from widellm.optional import available
 from widellm.sources.models import QUANTISERS, load_dense
@@ -80,7 +83,10 @@ def test_attach_evaluate_save_load(method: str, tiny_checkpoint: Build, tmp_path
     found = perplexity(model, ids)
     assert found.work is not None and 0.2 < found.work.saved_routable < 0.8
     decided = explain(model)["layers"][0]
-    assert decided["ops"]["routed_ffn"]["8"][0] == "whole" and "their own library" in decided["decode"][1]
+    native = method == "torchao" and cpu.availability()[0]
+    assert decided["ops"]["routed_ffn"]["8"][0] == ("cpu" if native else "whole")
+    assert decided["ops"]["routed_ffn"]["512"][0] == ("cpu" if native else "whole")
+    assert ("int8 weights" if native else "their own library") in decided["decode"][1]
     assert model.generate(ids[:1], max_new_tokens=4, do_sample=False, pad_token_id=258).shape == (1, 13)
     with pytest.raises(ConfigError, match='form="adapter"'):
         save(model, tmp_path / "full", make_tokenizer())
@@ -188,6 +194,96 @@ def test_quantise_while_loading(tiny_checkpoint: Build, tmp_path: Path, ids: tor
         widellm.load(tmp_path / "adapter", quantization_config=config)
     with pytest.raises(CheckpointError, match="widellm export"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "adapter", quantization_config=config)
+
+
+def int8_model(family: str = "llama", config: Any = None, **sizes: Any) -> Any:
+    """A tiny model with int8 weights inside and routers on them."""
+    pytest.importorskip("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = tiny_model(family, **sizes)
+    body = model.gpt_neox if family == "gpt_neox" else model.model
+    quantize_(body, config or Int8WeightOnlyConfig())
+    route(model, regroup=False)
+    return model
+
+
+needs_native = pytest.mark.skipif(not cpu.availability()[0], reason=f"native library: {cpu.availability()[1]}")
+
+
+@torch.no_grad()
+def decoded(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of two tokens, one at a time, after a prompt for the kernels of many rows."""
+    cache = DynamicCache(config=model.config)
+    model(ids.repeat(1, 3), past_key_values=cache)
+    return torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in (0, 1)], 1)
+
+
+@needs_native
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma2", "gpt_neox"])
+def test_int8_decodes_natively_as_its_own_library_does(family: str, ids: torch.Tensor) -> None:
+    """Whole layers where the family's block is the plain one, else op by op."""
+    model = int8_model(family)
+    dropped = copy.deepcopy(model)
+    set_backend(dropped, "masked")
+    torch.testing.assert_close(decoded(model, ids), decoded(dropped, ids), atol=2e-4, rtol=1e-3)
+    for modules in width_of(model).layout.layers:
+        native = getattr(modules.layer, "_native", None)
+        assert (native is not None and native[-1].fused is not None) == (family not in ("gemma2", "gpt_neox"))
+        for part in (modules.o_proj, modules.down_proj):  # stored anew, once, by what one group multiplies
+            weight = linears.int8(part)
+            assert weight is not None and weight.q.stride(0) == 1 and weight.q is part.weight.qdata
+    for modules in width_of(dropped).layout.layers:
+        assert modules.down_proj.weight.qdata.stride(1) == 1
+
+
+@needs_native
+def test_int8_layers_are_bound_again_and_given_back(ids: torch.Tensor) -> None:
+    model = int8_model()
+    dense = copy.deepcopy(model)
+    widellm.detach(dense)
+    before = decoded(model, ids)
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.qdata = module.weight.qdata.clone()  # new memory; the old is freed
+    assert torch.equal(decoded(model, ids), before)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.qdata.neg_()
+        assert not torch.equal(decoded(model, ids), before)
+        model.model.layers[1].mlp.up_proj.weight.qdata.neg_()
+    widellm.detach(model)
+    assert all(m.weight.qdata.is_contiguous() for m in model.model.layers.modules() if isinstance(m, torch.nn.Linear))
+    assert torch.equal(decoded(model, ids), decoded(dense, ids))
+
+
+@needs_native
+def test_other_int8_weights_stay_with_their_library(ids: torch.Tensor) -> None:
+    ao = pytest.importorskip("torchao.quantization")
+    for config in (ao.Int8WeightOnlyConfig(granularity=ao.PerGroup(16)), ao.Int8DynamicActivationInt8WeightConfig()):
+        model = int8_model(config=config, hidden_size=64, intermediate_size=128, head_dim=16)
+        assert "their own library" in explain(model)["layers"][0]["decode"][1]
+        assert torch.isfinite(decoded(model, ids)).all()
+    model = int8_model()
+    layer = model.model.layers[0]
+    layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight.dequantize(), requires_grad=False)
+    form = explain(model)["layers"]
+    assert "some of its weights are int8" in form[0]["decode"][1] and "int8" in form[1]["decode"][1]
+    assert torch.isfinite(decoded(model, ids)).all() and layer._native[-1].fused is None
+
+
+@needs_native
+def test_an_int8_head_is_read_natively(ids: torch.Tensor) -> None:
+    ao = pytest.importorskip("torchao.quantization")
+    model = tiny_model("llama", tie_word_embeddings=False)
+    route(model)
+    with torch.no_grad():
+        before = model(ids).logits
+    ao.quantize_(model.lm_head, ao.Int8WeightOnlyConfig())
+    with torch.no_grad():
+        after, want = model(ids).logits, model.lm_head.weight.dequantize()
+    assert (after - before).norm() / before.norm() < 0.02
+    x = torch.randn(3, want.shape[1])
+    torch.testing.assert_close(model.lm_head(x), x @ want.t(), atol=1e-4, rtol=1e-4)
 
 
 def test_regrouping_needs_plain_weights(ids: torch.Tensor) -> None:

@@ -65,19 +65,15 @@ class Case:
     """The right answer for a mask, in float32 and plain torch: the first rows of it, as many as asked for."""
 
 
-def _copies(bytes_each: int) -> int:
+def copies(bytes_each: int) -> int:
+    """How many sets of weights of this size are used in turn."""
     return max(1, min(32, -(-_MEMORY // bytes_each)))
 
 
-class _Turn:
-    """Calls a function with the next set of weights each time."""
-
-    def __init__(self, function: Callable[..., Any], sets: list[Any]) -> None:
-        self.function = function
-        self.sets = itertools.cycle(sets)
-
-    def __call__(self) -> Any:
-        return self.function(next(self.sets))
+def in_turn(function: Callable[..., Any], sets: list[Any]) -> Call:
+    """A call of a function with the next set of weights each time."""
+    turns = itertools.cycle(sets)
+    return lambda: function(next(turns))
 
 
 def native_ready(dtype: torch.dtype) -> bool:
@@ -103,7 +99,7 @@ class Weights:
         self.sets: list[tuple[Tensor, ...]] = []
         if op not in sizes:
             return
-        for _ in range(_copies(sizes[op] * dtype.itemsize)):
+        for _ in range(copies(sizes[op] * dtype.itemsize)):
             if op == "routed_ffn":
                 down = noise(s.hidden, s.inner, dtype=dtype)
                 up, gate = (noise(s.inner, s.hidden, dtype=dtype) for _ in range(2))
@@ -122,13 +118,13 @@ def ffn_case(weights: Weights, rows: int) -> Case:
     groups = s.inner // s.ffn_group
     full = torch.ones(rows, groups, dtype=torch.bool)
     dense: dict[str, Call] = {
-        "torch": _Turn(lambda w: linear(silu(linear(x, w[0])).mul_(linear(x, w[1])), w[2]), sets),
+        "torch": in_turn(lambda w: linear(silu(linear(x, w[0])).mul_(linear(x, w[1])), w[2]), sets),
     }
     if native_ready(dtype):
-        dense["cpu"] = _Turn(lambda w: cpu.routed_ffn(x, w[0], w[1], w[3], full, "silu"), sets)
+        dense["cpu"] = in_turn(lambda w: cpu.routed_ffn(x, w[0], w[1], w[3], full, "silu"), sets)
 
     def routed(keep: Tensor, backend: str) -> Call:
-        return _Turn(lambda w: registry.routed_ffn(x, w[0], w[1], w[3], keep, "silu", backend=backend), sets)
+        return in_turn(lambda w: registry.routed_ffn(x, w[0], w[1], w[3], keep, "silu", backend=backend), sets)
 
     def reference(keep: Tensor, first: int) -> Tensor:
         gate, up, down, _ = (t.float() for t in sets[0])
@@ -144,15 +140,15 @@ def in_case(weights: Weights, rows: int) -> Case:
     """The q projection, a head a group."""
     s, sets, dtype = weights.s, weights.sets, weights.dtype
     x, width = noise(rows, s.hidden, dtype=dtype, scale=1.0), s.heads * s.head_dim
-    dense: dict[str, Call] = {"torch": _Turn(lambda w: linear(x, w[0]), sets)}
+    dense: dict[str, Call] = {"torch": in_turn(lambda w: linear(x, w[0]), sets)}
     if native_ready(dtype):
-        dense["cpu"] = _Turn(lambda w: cpu.linear(x, w[0]), sets)
+        dense["cpu"] = in_turn(lambda w: cpu.linear(x, w[0]), sets)
     return Case(
         f"{s.hidden}x{width} g{s.head_dim}",
         "attention",
         s.heads,
         dense,
-        lambda keep, backend: _Turn(lambda w: registry.routed_in(x, w[0], keep, backend=backend), sets),
+        lambda keep, backend: in_turn(lambda w: registry.routed_in(x, w[0], keep, backend=backend), sets),
         lambda keep: registry.dispatch.choose("routed_in", x, keep, width),
         lambda keep, n: masked.routed_in(x[:n].float(), sets[0][0].float(), keep[:n]),
     )
@@ -164,15 +160,15 @@ def out_case(weights: Weights, rows: int) -> Case:
     width = s.heads * s.head_dim
     h = noise(rows, width, dtype=dtype, scale=1.0)
     full = torch.ones(rows, s.heads, dtype=torch.bool)
-    dense: dict[str, Call] = {"torch": _Turn(lambda w: linear(h, w[0]), sets)}
+    dense: dict[str, Call] = {"torch": in_turn(lambda w: linear(h, w[0]), sets)}
     if native_ready(dtype):
-        dense["cpu"] = _Turn(lambda w: cpu.routed_out(h, w[1], full), sets)
+        dense["cpu"] = in_turn(lambda w: cpu.routed_out(h, w[1], full), sets)
     return Case(
         f"{width}x{s.hidden} g{s.head_dim}",
         "attention",
         s.heads,
         dense,
-        lambda keep, backend: _Turn(lambda w: registry.routed_out(h, w[1], keep, backend=backend), sets),
+        lambda keep, backend: in_turn(lambda w: registry.routed_out(h, w[1], keep, backend=backend), sets),
         lambda keep: registry.dispatch.choose("routed_out", h, keep, width),
         lambda keep, n: masked.routed_out(h[:n].float(), sets[0][0].float(), keep[:n]),
     )
@@ -191,7 +187,7 @@ def attention_case(weights: Weights, rows: int) -> Case:
 
     sets = [
         (made(s.heads, queries), made(s.kv_heads, keys), made(s.kv_heads, keys))
-        for _ in range(_copies(size) if few else 1)
+        for _ in range(copies(size) if few else 1)
     ]
     full = torch.ones(batch, queries, s.heads, dtype=torch.bool)
 
@@ -205,15 +201,15 @@ def attention_case(weights: Weights, rows: int) -> Case:
     def rows_first(w: QKV) -> QKV:
         return w[0].transpose(1, 2), w[1].transpose(1, 2), w[2].transpose(1, 2)
 
-    dense: dict[str, Call] = {"torch": _Turn(sdpa, sets)}
+    dense: dict[str, Call] = {"torch": in_turn(sdpa, sets)}
     if native_ready(dtype):
-        dense["cpu"] = _Turn(lambda w: cpu.routed_attention(*rows_first(w), full), sets)
+        dense["cpu"] = in_turn(lambda w: cpu.routed_attention(*rows_first(w), full), sets)
 
     def routed(keep: Tensor, backend: str) -> Call:
         shaped = keep.view(batch, queries, s.heads)
         if backend == "masked":  # what a routed model runs then: transformers' own attention
-            return _Turn(sdpa, sets)
-        return _Turn(
+            return in_turn(sdpa, sets)
+        return in_turn(
             lambda w: registry.routed_attention(*rows_first(w), shaped, backend=backend).flatten(0, 1).flatten(1), sets
         )
 

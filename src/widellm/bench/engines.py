@@ -1,4 +1,5 @@
-"""What runs a whole model, each behind the same four calls: widellm, transformers, torch.compile and llama.cpp."""
+"""What runs a whole model, each behind the same four calls: widellm, transformers, torch.compile and llama.cpp; the
+first two on int8 weights too."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from transformers import StoppingCriteriaList
 
 from widellm.bench.llama_cpp import LlamaCpp
 from widellm.bench.speed import Stamp
-from widellm.bench.zoo import dense_model, routed_model
+from widellm.bench.zoo import dense_model, in_int8, routed_model
 from widellm.errors import WidellmError
 
-ENGINES = ("widellm", "transformers", "torch.compile", "llama.cpp")
+ENGINES = ("widellm", "widellm-int8", "torchao-int8", "transformers", "torch.compile", "llama.cpp")
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,10 @@ def build(spec: EngineSpec) -> Engine:
     dtype = getattr(torch, spec.dtype)
     if spec.engine == "widellm":
         return Transformers(routed_model(spec.model, dtype), spec.new_tokens, routed=True)
+    if spec.engine == "widellm-int8":
+        return Transformers(in_int8(routed_model(spec.model, dtype)), spec.new_tokens, routed=True)
+    if spec.engine == "torchao-int8":
+        return Transformers(in_int8(dense_model(spec.model, dtype)), spec.new_tokens)
     if spec.engine in ("transformers", "torch.compile"):
         model = dense_model(spec.model, dtype)
         model.get_output_embeddings().register_forward_pre_hook(_plain_strides)

@@ -10,9 +10,9 @@ from widellm.config import KINDS
 from widellm.kernels import cpu, dispatch
 from widellm.kernels.cost_table import OpShape
 from widellm.modeling.attach import Width, width_of
-from widellm.modeling.linears import is_input_major
+from widellm.modeling.linears import int8, is_input_major
 from widellm.modeling.routed_attention import ATTENTION_NAME
-from widellm.modeling.routed_layer import RoutedLayer, bind, obstacle
+from widellm.modeling.routed_layer import RoutedLayer, bind, maps_of, obstacle
 from widellm.modeling.swap import is_routed, special_weight
 
 ROWS = (1, 8, 512)
@@ -63,14 +63,16 @@ def explain(model: Any, budget: float = 0.5) -> dict[str, Any]:
     for index in range(len(width.layout.layers)):
         backend, dtype = width.sublayers[0].backend, width.layout.layers[index].o_proj.weight.dtype
         special = special_weight(width.layout.layers[index].o_proj)
-        kind = _device(width, index)
+        kind, in_int8 = _device(width, index), _is_int8(width, index)
         on_cpu = cpu.availability()[0] and dtype in cpu.NATIVE_TYPES and kind == "cpu"
         native = on_cpu and special is None
         ops: dict[str, dict[str, list[str]]] = {}
         for shape in _ops(model, index):
             ops[shape.op] = {}
             for rows in ROWS:
-                if special is not None:
+                if in_int8 and cpu.availability()[0] and backend in ("auto", "cpu"):
+                    decided = ("cpu", "rule: int8 weights are read natively, below budget 1")
+                elif special is not None:
                     decided = ("whole", f"the weight is an {special}: its own library multiplies all, then we drop")
                 elif backend != "auto":
                     decided = (backend, "asked for by name")
@@ -97,10 +99,15 @@ def _device(width: Width, index: int) -> str:
     return str(width.layout.layers[index].o_proj.weight.device.type)
 
 
+def _is_int8(width: Width, index: int) -> bool:
+    return all(int8(module) is not None for module in maps_of(width.layout.layers[index]))
+
+
 def decode_form(width: Width, index: int) -> tuple[str, str]:
     """("native layer" or "ops", why): whether a few rows run through this layer natively."""
     modules, layout = width.layout.layers[index], width.layout
-    if special_weight(modules.o_proj) is not None:
+    in_int8 = _is_int8(width, index)
+    if special_weight(modules.o_proj) is not None and not in_int8:
         return "ops", obstacle(modules) or "its weights are quantised"
     available, reason = cpu.availability()
     if not available:
@@ -124,7 +131,7 @@ def decode_form(width: Width, index: int) -> tuple[str, str]:
         return "ops", str(error)
     if fused is None:
         return "ops", "the layout of its weights has no native form"
-    most = fused.max_rows
+    most = f"{fused.max_rows} rows{' of activations on int8 weights' if in_int8 else ''}"
     if torch.equal(width.permutations[index], torch.arange(layout.intermediate_size)):
-        return "native layer", f"up to {most} rows, below budget 1 (its channels keep the base model's order)"
-    return "native layer", f"up to {most} rows"
+        return "native layer", f"up to {most}, below budget 1 (its channels keep the base model's order)"
+    return "native layer", f"up to {most}"

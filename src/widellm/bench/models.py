@@ -85,6 +85,9 @@ def time_model(
     """
     notes = []
     engines = list(settings.engines)
+    for name in [name for name in engines if name.endswith("-int8") and not available("torchao")]:
+        engines.remove(name)
+        notes.append(f'{name} is left out: pip install "widellm[quant]"')
     if "llama.cpp" in engines and not available("llama_cpp"):
         engines.remove("llama.cpp")
         notes.append('llama.cpp is left out: pip install "widellm[llama]" (it compiles for minutes)')
@@ -110,25 +113,28 @@ def time_model(
 
 
 def check_parity(workers: dict[str, Worker], ids: Tensor, dtype: str) -> None:
-    """Raise WidellmError unless all engines (widellm at budget 1) give nearly the first one's logits."""
-    if len(workers) < 2:
-        return
-    logits = {name: worker.call("logits", ids) for name, worker in workers.items()}
-    base = "transformers" if "transformers" in logits else next(iter(logits))
-    scale = float(logits[base].max() - logits[base].min())
-    for name, found in logits.items():
-        error = float((found - logits[base]).abs().max()) / scale
-        if not error <= TOLERANCE[dtype]:
-            raise WidellmError(
-                f"{name} and {base} differ by {error:.2g} of their logits' range, above {TOLERANCE[dtype]}: "
-                f"they do not run the same model, and nothing was timed"
-            )
+    """Raise WidellmError unless all engines (widellm at budget 1) give nearly the first one's logits, and so those on
+    int8 weights among them."""
+    for in_int8 in (False, True):
+        names = [name for name in workers if name.endswith("-int8") == in_int8]
+        if len(names) < 2:
+            continue
+        logits = {name: workers[name].call("logits", ids) for name in names}
+        base = "transformers" if "transformers" in logits else names[0]
+        scale = float(logits[base].max() - logits[base].min())
+        for name, found in logits.items():
+            error = float((found - logits[base]).abs().max()) / scale
+            if not error <= TOLERANCE[dtype]:
+                raise WidellmError(
+                    f"{name} and {base} differ by {error:.2g} of their logits' range, above {TOLERANCE[dtype]}: "
+                    f"they do not run the same model, and nothing was timed"
+                )
 
 
 def _rounds(
     workers: dict[str, Worker], ids: Tensor, settings: ModelSettings, progress: Callable[[int, int], None]
 ) -> dict[tuple[str, float], _Times]:
-    turns = [(n, b) for n in workers for b in ((1.0, settings.budget) if n == "widellm" else (1.0,))]
+    turns = [(n, b) for n in workers for b in ((1.0, settings.budget) if n.startswith("widellm") else (1.0,))]
     turns = list(dict.fromkeys(turns))
     found = {turn: _Times.none() for turn in turns}
     short = ids[:, : settings.decode_prompt]
@@ -150,7 +156,7 @@ def _rounds(
                 first, gaps = workers[name].call("decode", prompts, mask, budget)
                 times.batch_first.append(first)
                 times.batch.append(statistics.median(gaps))
-            if "batch_shared" in settings.phases and name == "widellm" and budget < 1.0:
+            if "batch_shared" in settings.phases and name.startswith("widellm") and budget < 1.0:
                 first, gaps = workers[name].call("decode", prompts, mask, budget, True)
                 times.batch_shared_first.append(first)
                 times.batch_shared.append(statistics.median(gaps))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from widellm.bench.cases import CASES, SHAPES, Call, Case, ModelShape, Weights
+from widellm.bench.cases import CASES, SHAPES, Call, Case, ModelShape, Weights, native_ready
+from widellm.bench.int8_cases import OPS as INT8_OPS
+from widellm.bench.int8_cases import Int8Weights, int8_case
 from widellm.bench.layers import interleaved_rows, layer_rows, router_rows, step_rows
 from widellm.bench.masks import LearnedMasks, random_mask, shared_mask
 from widellm.bench.rows import OpRow
@@ -22,6 +24,7 @@ PARTS = {
     "ffn": ("routed_ffn",),
     "projections": ("routed_in", "routed_out"),
     "attention": ("routed_attention",),
+    "int8": INT8_OPS,
     "layer": ("layer", "attention_step", "router", "interleaved"),
 }
 """Part of `widellm bench` -> the ops in it."""
@@ -88,6 +91,14 @@ def _op_rows(op: str, shape: ModelShape, settings: OpSettings, learned: LearnedM
         yield from interleaved_rows(shape, settings.dtype, settings.rows, settings.rounds)
     elif op == "router":
         yield from router_rows(shape, settings.dtype, settings.rows, settings.rounds)
+    elif op in INT8_OPS:
+        if not native_ready(settings.dtype):
+            return
+        int8_weights = Int8Weights(op, shape, settings.dtype)
+        for count in settings.rows:
+            case = int8_case(int8_weights, count)
+            check(op, case, count, settings.dtype, "cpu")
+            yield from _case_rows(op, shape, case, count, replace(settings, backend="cpu"), learned)
     else:
         weights = Weights(op, shape, settings.dtype)
         for count in settings.rows:

@@ -11,9 +11,12 @@ from widellm.bench.cases import SHAPES, ModelShape
 from widellm.calibrate.dial import router_logits, set_threshold, spent
 from widellm.config import WidthConfig
 from widellm.errors import ConfigError
+from widellm.families import locate
 from widellm.kernels.cost_table import noise
 from widellm.modeling.attach import attach, set_dial, width_of
 from widellm.modeling.checkpoint import is_routed_directory, load
+from widellm.modeling.linears import is_bare_linear
+from widellm.optional import require
 from widellm.routing.budget import Dial
 from widellm.sources.models import load_dense
 from widellm.sources.texts import read_texts, token_windows
@@ -81,6 +84,18 @@ def random_model(s: ModelShape, dtype: torch.dtype) -> Any:
             setattr(module, name, made[id(parameter)])
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # its buffers were on "meta" too
     return model.eval()
+
+
+def in_int8(model: Any) -> Any:
+    """Quantise the linear maps of a model's layers to int8 (torchao, one scale per output), in place; returns it.
+
+    Raises MissingDependencyError without torchao.
+    """
+    quantization = require("torchao.quantization", "quant", "int8 weights")
+    config = quantization.Int8WeightOnlyConfig(set_inductor_config=False)
+    for layer in locate(model).layers:
+        quantization.quantize_(layer.layer, config, filter_fn=lambda module, name: is_bare_linear(module))
+    return model
 
 
 @torch.no_grad()

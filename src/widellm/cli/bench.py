@@ -22,7 +22,8 @@ def bench(
         Path | None, typer.Option(help="Routed directory: its learned masks, and the whole model.")
     ] = None,
     only: Annotated[
-        str | None, typer.Option(help="Parts: ops (ffn, projections, attention, layer), models (model, llama-1b).")
+        str | None,
+        typer.Option(help="Parts: ops (ffn, projections, attention, int8, layer), models (model, llama-1b)"),
     ] = None,
     shapes: Annotated[
         str | None, typer.Option(help="Ops: smollm2-135m, llama-3.2-1b, llama-3.1-8b (default: all).")
@@ -33,7 +34,8 @@ def bench(
     engines: Annotated[
         str | None,
         typer.Option(
-            help="Models: widellm, transformers, llama.cpp, torch.compile (takes some minutes more; only when named)."
+            help="Models: widellm, transformers, llama.cpp; only when named: torch.compile, which takes some minutes more, "
+            "widellm-int8 and torchao-int8."
         ),
     ] = None,
     phases: Annotated[

@@ -6,6 +6,8 @@ is never read; beyond (prefill) the rows that keep a group are gathered and mult
 result does not depend on its batch mates or on the number of threads. Between the maps of an FFN values are rounded to
 the model's dtype where transformers' eager code rounds them.
 
+Weights may be `Int8`: every product is exact, and each float32 sum is scaled once.
+
 `w_down` and the weight of `routed_out` are best stored input-major: a [D, F] tensor that is `stored.t()` of a
 contiguous [F, D] one, so that a skipped group is one block of memory. Row-major ones work, slower for few rows.
 """
@@ -21,11 +23,13 @@ from torch import Tensor
 
 from widellm.errors import BackendError
 from widellm.kernels import native
-from widellm.kernels.native import availability, few_rows, levels
+from widellm.kernels.native import Int8, Weight, availability, few_rows, levels
 
 __all__ = [
     "NATIVE_TYPES",
+    "Int8",
     "Router",
+    "Weight",
     "availability",
     "few_rows",
     "levels",
@@ -67,16 +71,20 @@ def check(op: str, name: str, t: Tensor, shape: Sequence[int], dtype: torch.dtyp
         raise _fail(op, name, f"{dtype} {list(shape)} on cpu", t)
 
 
-def matrix(op: str, name: str, t: Tensor, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
+def matrix(op: str, name: str, t: Weight, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
     """(pointer, row stride) of a weight [N, K] whose rows are contiguous. Raises ValueError, BackendError on layout."""
+    if isinstance(t, Int8):
+        t, dtype = t.q, torch.int8
     check(op, name, t, shape, dtype)
     if t.stride(1) != 1 and t.shape[1] > 1:
         raise BackendError(f"{op}: backend 'cpu' needs {name} contiguous along its inputs, got strides {t.stride()}")
     return t.data_ptr(), t.stride(0)
 
 
-def either_matrix(op: str, name: str, t: Tensor, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int, bool]:
+def either_matrix(op: str, name: str, t: Weight, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int, bool]:
     """(pointer, stride, is it input-major) of a weight [D, F] stored as rows of either dimension."""
+    if isinstance(t, Int8):
+        t, dtype = t.q, torch.int8
     check(op, name, t, shape, dtype)
     if t.stride(0) == 1 or t.shape[0] == 1:
         return t.data_ptr(), t.stride(1), True
@@ -91,6 +99,11 @@ def vector(op: str, name: str, t: Tensor | None, size: int, dtype: torch.dtype) 
     if not t.is_contiguous():
         raise BackendError(f"{op}: backend 'cpu' needs {name} contiguous, got stride {t.stride()}")
     return t.data_ptr()
+
+
+def scale_of(op: str, name: str, w: Weight | None) -> int | None:
+    """Pointer of an int8 weight's scales, None for any other."""
+    return vector(op, f"{name}'s scale", w.scale, w.shape[0], torch.float32) if isinstance(w, Int8) else None
 
 
 def rows_of(t: Tensor) -> Tensor:
@@ -136,21 +149,21 @@ def _new(rows: int, width: int, like: Tensor) -> Tensor:
 def _ffn(
     op: str,
     x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
+    w_gate: Weight | None,
+    w_up: Weight,
+    w_down: Weight,
     groups: int,
     act: str,
     biases: tuple[Tensor | None, Tensor | None, Tensor | None],
     isa: str | None,
 ) -> tuple[Structure, Tensor]:
     if w_up.ndim != 2:
-        raise _fail(op, "w_up", "[F, D]", w_up)
+        raise ValueError(f"{op}: w_up must be [F, D], got {list(w_up.shape)}")
     inner, hidden = w_up.shape
     if act not in native.ACTIVATIONS:
         raise ValueError(f"{op}: act must be one of {', '.join(native.ACTIVATIONS)}, got {act!r}")
-    work = x.shape[0] * w_up.numel() * 2
-    f = native.Ffn(run=native.run_fields(x.dtype, isa, work), act=native.ACTIVATIONS[act])
+    run = native.run_fields(x.dtype, isa, x.shape[0] * inner * hidden * 2, w_gate, w_up, w_down)
+    f = native.Ffn(run=run, act=native.ACTIVATIONS[act])
     out = _new(x.shape[0], hidden, x)
     f.rows, f.hidden, f.inner, f.groups = x.shape[0], hidden, inner, groups
     f.x, f.ldx = x.data_ptr(), x.stride(0)
@@ -163,15 +176,17 @@ def _ffn(
     f.down, f.lddown, f.down_input_major = either_matrix(op, "w_down", w_down, (hidden, inner), x.dtype)
     f.up_bias = vector(op, "b_up", biases[1], inner, x.dtype)
     f.down_bias = vector(op, "b_down", biases[2], hidden, x.dtype)
+    f.gate_scale, f.up_scale = scale_of(op, "w_gate", w_gate), scale_of(op, "w_up", w_up)
+    f.down_scale = scale_of(op, "w_down", w_down)
     f.out, f.ldout = out.data_ptr(), hidden
     return f, out
 
 
 def routed_ffn(
     x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
+    w_gate: Weight | None,
+    w_up: Weight,
+    w_down: Weight,
     keep: Tensor,
     act: str,
     b_gate: Tensor | None = None,
@@ -196,9 +211,9 @@ def routed_ffn(
 
 def self_routed_ffn(
     x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
+    w_gate: Weight | None,
+    w_up: Weight,
+    w_down: Weight,
     router: Router,
     act: str,
     b_gate: Tensor | None = None,
@@ -221,15 +236,16 @@ def self_routed_ffn(
     return out, keep
 
 
-def _in(op: str, x: Tensor, w: Tensor, keep: Tensor | None, bias: Tensor | None, isa: str | None) -> Tensor:
+def _in(op: str, x: Tensor, w: Weight, keep: Tensor | None, bias: Tensor | None, isa: str | None) -> Tensor:
     if w.ndim != 2:
-        raise _fail(op, "w", "[N, D]", w)
+        raise ValueError(f"{op}: w must be [N, D], got {list(w.shape)}")
     outputs, inputs = w.shape
-    run = native.run_fields(x.dtype, isa, x.shape[0] * w.numel())
+    run = native.run_fields(x.dtype, isa, x.shape[0] * outputs * inputs, w)
     f = native.In(run=run, rows=x.shape[0], inputs=inputs, outputs=outputs, groups=1)
     out = _new(x.shape[0], outputs, x)
     f.x, f.ldx, f.out, f.ldout = x.data_ptr(), x.stride(0), out.data_ptr(), outputs
     f.w, f.ldw = matrix(op, "w", w, (outputs, inputs), x.dtype)
+    f.scale = scale_of(op, "w", w)
     f.bias = vector(op, "bias", bias, outputs, x.dtype)
     if keep is not None:
         f.groups, f.keep, f.ldkeep = keep.shape[1], keep.data_ptr(), keep.stride(0)
@@ -238,29 +254,30 @@ def _in(op: str, x: Tensor, w: Tensor, keep: Tensor | None, bias: Tensor | None,
     return out
 
 
-def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, *, isa: str | None = None) -> Tensor:
+def linear(x: Tensor, w: Weight, bias: Tensor | None = None, *, isa: str | None = None) -> Tensor:
     """The dense y = x w^T + bias, [M, D] -> [M, N]: for few rows at the speed of memory. Errors: as `routed_ffn`."""
     return _in("linear", _x("linear", x, w.shape[-1]), w, None, bias, isa)
 
 
-def routed_in(x: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None = None, *, isa: str | None = None) -> Tensor:
+def routed_in(x: Tensor, w: Weight, keep: Tensor, bias: Tensor | None = None, *, isa: str | None = None) -> Tensor:
     """Projection into the groups; see `reference.routed_in`. Skipped outputs are 0. Errors: as `routed_ffn`."""
     x, keep = _x("routed_in", x, w.shape[-1]), _keep("routed_in", keep, x.shape[0], w.shape[0])
     return _in("routed_in", x, w, keep, bias, isa)
 
 
-def routed_out(h: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None = None, *, isa: str | None = None) -> Tensor:
+def routed_out(h: Tensor, w: Weight, keep: Tensor, bias: Tensor | None = None, *, isa: str | None = None) -> Tensor:
     """Projection out of the groups; see `reference.routed_out`. Skipped inputs are not read. Errors as `routed_ffn`."""
     op = "routed_out"
     if w.ndim != 2:
-        raise _fail(op, "w", "[D, N]", w)
+        raise ValueError(f"{op}: w must be [D, N], got {list(w.shape)}")
     outputs, inputs = w.shape
     x, keep = _x(op, h, inputs), _keep(op, keep, h.shape[0], inputs)
-    run = native.run_fields(x.dtype, isa, x.shape[0] * w.numel())
+    run = native.run_fields(x.dtype, isa, x.shape[0] * outputs * inputs, w)
     f = native.Out(run=run, rows=x.shape[0], inputs=inputs, outputs=outputs)
     out = _new(x.shape[0], outputs, x)
     f.x, f.ldx, f.out, f.ldout = x.data_ptr(), x.stride(0), out.data_ptr(), outputs
     f.w, f.ldw, f.input_major = either_matrix(op, "w", w, (outputs, inputs), x.dtype)
+    f.scale = scale_of(op, "w", w)
     f.bias = vector(op, "bias", bias, outputs, x.dtype)
     f.groups, f.keep, f.ldkeep = keep.shape[1], keep.data_ptr(), keep.stride(0)
     if x.shape[0] and outputs:

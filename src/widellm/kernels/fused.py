@@ -14,7 +14,8 @@ eager's mostly, not always. A row's result does not depend on its batch mates or
 
 Nothing here knows transformers: `bind` takes plain tensors. The layer must be
 x + o(attention(norm(x))), then x + ffn(norm(x)), with RMSNorm, rotary embeddings in the rotate-half convention, and
-linear maps in nn.Linear layout. All tensors on the CPU, one dtype (float32 or bfloat16); routers float32.
+linear maps in nn.Linear layout. All tensors on the CPU, one dtype (float32 or bfloat16); routers float32. The weights
+of the linear maps may all be `Int8` instead.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from torch import Tensor
 
 from widellm.kernels import native
 from widellm.kernels.cpu import (
+    Int8,
     Router,
+    Weight,
     check,
     either_matrix,
     mask_fields,
     matrix,
     router_fields,
     rows_of,
+    scale_of,
     start_pointer,
     vector,
 )
@@ -76,13 +80,13 @@ class FusedLayer:
         *,
         attn_norm: Tensor,
         ffn_norm: Tensor,
-        w_q: Tensor,
-        w_k: Tensor,
-        w_v: Tensor,
-        w_o: Tensor,
-        w_gate: Tensor | None,
-        w_up: Tensor,
-        w_down: Tensor,
+        w_q: Weight,
+        w_k: Weight,
+        w_v: Weight,
+        w_o: Weight,
+        w_gate: Weight | None,
+        w_up: Weight,
+        w_down: Weight,
         head_dim: int,
         act: str,
         attn_eps: float,
@@ -114,7 +118,8 @@ class FusedLayer:
         dtype = attn_norm.dtype
         (hidden,), d = attn_norm.shape, head_dim
         heads, kv_heads, inner = w_q.shape[0] // d, w_k.shape[0] // d, w_up.shape[0]
-        layer = native.Layer(run=native.run_fields(dtype, isa, 0))
+        maps = {"q": w_q, "k": w_k, "v": w_v, "o": w_o, "gate": w_gate, "up": w_up, "down": w_down}
+        layer = native.Layer(run=native.run_fields(dtype, isa, 0, *maps.values()))
         layer.hidden, layer.inner, layer.heads, layer.kv_heads, layer.head_dim = hidden, inner, heads, kv_heads, d
         layer.rotary_dim = d if rotary_dim is None else rotary_dim
         layer.attn_groups = 1 if attn_router is None else attn_router.up.shape[0]
@@ -153,16 +158,19 @@ class FusedLayer:
             layer.gate, layer.ldgate = matrix(_OP, "w_gate", w_gate, (inner, hidden), dtype)
         layer.up, layer.ldup = matrix(_OP, "w_up", w_up, (inner, hidden), dtype)
         layer.down, layer.lddown, layer.down_input_major = either_matrix(_OP, "w_down", w_down, (hidden, inner), dtype)
+        for name, w in maps.items():
+            setattr(layer, f"{name}_scale", scale_of(_OP, f"w_{name}", w))
         layer.attn_router = router_fields(_OP, attn_router, hidden, layer.attn_groups)
         layer.ffn_router = router_fields(_OP, ffn_router, hidden, layer.ffn_groups)
         tensors = [attn_norm, ffn_norm, q_norm, k_norm, b_q, b_k, b_v, b_o, b_gate, b_up, b_down]
-        tensors += [w_q, w_k, w_v, w_o, w_gate, w_up, w_down]
+        for w in maps.values():
+            tensors += [w.q, w.scale] if isinstance(w, Int8) else [w]
         for router in (attn_router, ffn_router):
             if router is not None:
                 tensors += [router.down, router.up, router.bias]
         # The detached alias keeps the memory alive even when the module swaps the parameter's data.
         bound = [(t, t.detach()) for t in tensors if t is not None]
-        work = w_q.numel() + (w_up.numel() if w_gate is None else 2 * w_up.numel())
+        work = (heads * d + (inner if w_gate is None else 2 * inner)) * hidden
         return cls(layer, bound, work)
 
     def stale(self) -> bool:

@@ -6,19 +6,51 @@ import ctypes
 import functools
 import importlib.machinery
 from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from widellm.errors import BackendError
 
-ABI = 3
+ABI = 4
 LEVELS = {"portable": 0, "avx2": 1, "avx512bf16": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+INT8 = 2
 MASKS = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3}
 GRAIN = 32768  # multiply-adds worth a thread: a few microseconds
 MAX_SHARED_HEADS = 128  # query heads per KV head that the attention kernels can hold
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8:
+    """A weight [N, K] in int8 with one scale per output: w[n, k] = q[n, k] * scale[n]."""
+
+    q: torch.Tensor
+    """int8 [N, K]"""
+    scale: torch.Tensor
+    """float32 [N], contiguous"""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[N, K]"""
+        return self.q.shape
+
+    @property
+    def ndim(self) -> int:
+        """2, for a weight that fits."""
+        return self.q.ndim
+
+    def __getitem__(self, rows: slice) -> Int8:
+        return Int8(self.q[rows], self.scale[rows])
+
+    def dense(self) -> torch.Tensor:
+        """float32 [N, K]"""
+        return self.q * self.scale.unsqueeze(1)
+
+
+Weight = torch.Tensor | Int8
 
 
 def _struct(name: str, fields: str) -> type[Structure]:
@@ -32,18 +64,21 @@ def _struct(name: str, fields: str) -> type[Structure]:
 
 NESTED: dict[str, type[Structure]] = {}
 NESTED["Router"] = Router = _struct("Router", "p.down p.up p.bias i.rank i.act i.shared d.threshold")
-NESTED["Run"] = Run = _struct("Run", "i.level i.threads i.dtype")
+NESTED["Run"] = Run = _struct("Run", "i.level i.threads i.dtype i.weights")
 Ffn = _struct(
     "Ffn",
     "run:Run i.act i.rows i.hidden i.inner i.groups p.x i.ldx p.gate i.ldgate p.up i.ldup p.down i.lddown "
-    "i.down_input_major p.gate_bias p.up_bias p.down_bias p.keep i.ldkeep router:Router p.keep_out p.out i.ldout",
+    "i.down_input_major p.gate_bias p.up_bias p.down_bias p.gate_scale p.up_scale p.down_scale "
+    "p.keep i.ldkeep router:Router p.keep_out p.out i.ldout",
 )
 In = _struct(
-    "In", "run:Run i.rows i.inputs i.outputs i.groups p.x i.ldx p.w i.ldw p.bias p.keep i.ldkeep p.out i.ldout"
+    "In",
+    "run:Run i.rows i.inputs i.outputs i.groups p.x i.ldx p.w i.ldw p.bias p.scale p.keep i.ldkeep p.out i.ldout",
 )
 Out = _struct(
     "Out",
-    "run:Run i.rows i.inputs i.outputs i.groups p.x i.ldx p.w i.ldw i.input_major p.bias p.keep i.ldkeep p.out i.ldout",
+    "run:Run i.rows i.inputs i.outputs i.groups p.x i.ldx p.w i.ldw i.input_major p.bias p.scale p.keep i.ldkeep "
+    "p.out i.ldout",
 )
 Attention = _struct(
     "Attention",
@@ -58,6 +93,7 @@ Layer = _struct(
     "d.attn_eps d.ffn_eps d.qk_eps d.scale p.attn_norm p.ffn_norm p.q_norm p.k_norm "
     "p.wq i.ldq p.wk i.ldk p.wv i.ldv p.wo i.ldo i.o_input_major p.bq p.bk p.bv p.bo "
     "p.gate i.ldgate p.up i.ldup p.down i.lddown i.down_input_major p.gate_bias p.up_bias p.down_bias "
+    "p.q_scale p.k_scale p.v_scale p.o_scale p.gate_scale p.up_scale p.down_scale "
     "attn_router:Router ffn_router:Router",
 )
 Qkv = _struct("Qkv", "i.batch i.tokens p.x i.ldx p.cosine p.sine i.rope_batch p.q p.k p.v p.keep")
@@ -156,14 +192,19 @@ def large_pages(t: torch.Tensor) -> int:
     return int(library().widellm_large_pages(t.data_ptr(), t.numel() * t.element_size()))
 
 
-def run_fields(dtype: torch.dtype, isa: str | None, work: int) -> Structure:
-    """The `Run` struct: instruction set, number of threads, dtype. Raises BackendError by name.
+def run_fields(dtype: torch.dtype, isa: str | None, work: int, *weights: Weight | None) -> Structure:
+    """The `Run` struct: instruction set, number of threads, dtypes. Raises BackendError by name.
 
-    Threads: torch's current number, fewer when `work` (multiply-adds) would not give each its GRAIN.
+    weights: all of the call's, for they are int8 together or not at all. Threads: torch's current number, fewer when
+    `work` (multiply-adds) would not give each its GRAIN.
     """
     if dtype not in DTYPES:
         raise BackendError(f"backend 'cpu' computes in float32 or bfloat16, got {dtype}")
-    return Run(_level(isa), min(torch.get_num_threads(), 1 + work // GRAIN), DTYPES[dtype])
+    kinds = {isinstance(w, Int8) for w in weights if w is not None}
+    if len(kinds) > 1:
+        raise BackendError("backend 'cpu' multiplies weights that are all int8, or none of them")
+    threads = min(torch.get_num_threads(), 1 + work // GRAIN)
+    return Run(_level(isa), threads, DTYPES[dtype], INT8 if True in kinds else DTYPES[dtype])
 
 
 def call(name: str, *structs: Structure) -> None:

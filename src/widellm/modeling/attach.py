@@ -180,7 +180,8 @@ def attach(
         sublayers += own
 
     head = model.get_output_embeddings()
-    if cpu.availability()[0] and is_plain_linear(head) and not all(map(_is_identity, permutations)):
+    readable = is_plain_linear(head) or linears.is_int8_linear(head)
+    if cpu.availability()[0] and readable and not all(map(_is_identity, permutations)):
         head._width = sublayers[0]
         routed(head, NativeHead)
 

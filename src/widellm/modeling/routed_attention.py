@@ -14,7 +14,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from widellm.kernels import masked, registry
+from widellm.kernels import int8, masked, registry
+from widellm.modeling import linears
 from widellm.modeling.decide import decide, decide_softly, weigh
 from widellm.modeling.linears import is_bare_linear, matrix
 from widellm.modeling.swap import has_adapters
@@ -49,6 +50,9 @@ class RoutedIn:
         if sub.blocks is not None:
             # one decision for each head's rows of the fused weight; the last column stands for k and v
             keep = torch.nn.functional.pad(keep, (0, 1), value=True)[:, sub.blocks.to(keep.device)]
+        if (quantised := linears.int8(self)) is not None and int8.takes(rows, sub.backend):
+            y = int8.routed_in(rows, quantised, keep, self.bias)  # type: ignore[attr-defined]
+            return y.view(*x.shape[:-1], -1)
         if not is_bare_linear(self):  # type: ignore[arg-type]
             y = super().forward(x)  # type: ignore[misc]
             return masked.drop(y.reshape(-1, y.shape[-1]), keep).view(y.shape)
@@ -76,6 +80,10 @@ class RoutedOut:
             keep = torch.ones(rows.shape[0], sub.groups, dtype=torch.bool)
         else:
             keep = sub.keep.reshape(-1, sub.groups)
+            if (quantised := linears.int8(self)) is not None and int8.takes(rows, sub.backend):
+                quantised = linears.by_inputs(self, quantised)
+                y = int8.routed_out(rows, quantised, keep, self.bias)  # type: ignore[attr-defined]
+                return y.view(*h.shape[:-1], -1)
         if not is_bare_linear(self):  # type: ignore[arg-type]
             return super().forward(masked.drop(rows, keep).view(h.shape))  # type: ignore[misc]
         y = registry.routed_out(rows, matrix(self), keep, self.bias, sub.backend)  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ At small sizes transformers loses most of its time between the ops. The function
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from widellm.families import LayerModules, Layout
 from widellm.kernels import cpu, native
 from widellm.kernels.fused import FusedLayer
 from widellm.kernels.fused_stack import FusedStack
+from widellm.modeling import linears
 from widellm.modeling.ahead import Ahead, cache_in, followers, rotates, stack_step
-from widellm.modeling.linears import is_plain_linear
+from widellm.modeling.linears import is_int8_linear, is_plain_linear
 from widellm.modeling.roomy_cache import room_behind
 from widellm.modeling.swap import dense_class, has_adapters, special_weight
 from widellm.routing.router import Router
@@ -49,7 +51,8 @@ class Binding:
         self.fused: FusedLayer | None = None
         self.setting: tuple[float | None, float | None, bool] | None = None
         self.sources: list[tuple[Any, int]] = []
-        """Fused linears, of which parts are bound, and where their weights were."""
+        """Fused linears, of which parts are bound, and int8 ones, which are bound by what is inside their weights; and
+        where those were."""
         self.parts: list[tuple[dict[str, Any], str, Any]] = []
         """The children of the attention and the FFN, as (their parent's, name, child) when the layer was bound."""
         self.ahead: Ahead | None = None
@@ -73,7 +76,7 @@ class Binding:
         """Whether the layer has to be bound (again)."""
         if self.fused is None or self.fused.stale():
             return True
-        return any(linear._parameters["weight"].data_ptr() != address for linear, address in self.sources)
+        return any(linears.address(linear) != was for linear, was in self.sources)
 
     def unchanged(self) -> bool:
         """Whether everything inside is as it was when the layer was bound, and without hooks. Some microseconds."""
@@ -145,16 +148,20 @@ class RoutedLayer:
                 return False
         if attention.gate is not None or ffn.gate is not None:
             return False
-        if not all(part is None or is_plain_linear(part) for part in modules.mlp._parts[:3]):  # adapters put in since
+        if not all(part is None or _is_readable(part) for part in modules.mlp._parts[:3]):  # adapters put in since
             return False
         if binding.stale():
             if hidden.dtype not in cpu.NATIVE_TYPES or obstacle(modules) is not None:
                 return False
+            for part in (modules.o_proj, modules.down_proj):
+                if (weight := linears.int8(part)) is not None:
+                    linears.by_inputs(part, weight)
             binding.fused = bind(modules, layout, kwargs["position_embeddings"][0].shape[-1])
             if binding.fused is None:
                 return False
             binding.fused.settle()
-            binding.sources = [(m, m.weight.data_ptr()) for m in (modules.q_proj, modules.up_proj)]
+            moving = [m for m in maps_of(modules) if linears.int8(m) is not None] or [modules.q_proj, modules.up_proj]
+            binding.sources = [(m, linears.address(m)) for m in moving]
             binding.setting = None
             homes = [m._modules for m in (modules.attention, modules.mlp) if m is not None]
             binding.parts = [(home, name, child) for home in homes for name, child in home.items() if child is not None]
@@ -190,25 +197,44 @@ class NativeHead:
         bias: Tensor | None = self.bias  # type: ignore[attr-defined]
         rows = x.numel() // x.shape[-1]
         known = x.device.type == "cpu" and x.dtype == weight.dtype and x.dtype in cpu.NATIVE_TYPES
+        if special_weight(self) and linears.int8(self) is None:  # type: ignore[arg-type]
+            known = False
         needs_graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         few = 0 < rows <= cpu.few_rows() and self._width.backend in ("auto", "cpu")
         if not (known and few) or needs_graph or torch.compiler.is_compiling():
             return super().forward(x)  # type: ignore[misc]
-        if self._settled != weight.data_ptr():
-            native.large_pages(weight)
-            self._settled = weight.data_ptr()
-        return cpu.linear(x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], -1)
+        read = linears.readable(self)
+        if self._settled != linears.address(self):
+            native.large_pages(read.q if isinstance(read, cpu.Int8) else read)
+            self._settled = linears.address(self)
+        return cpu.linear(x.reshape(rows, -1), read, bias).view(*x.shape[:-1], -1)
+
+
+_MAPS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def maps_of(modules: LayerModules) -> list[Any]:
+    """The linear maps of a layer; a fused one as often as it has parts."""
+    return [m for m in (getattr(modules, name) for name in _MAPS) if m is not None]
+
+
+def _is_readable(module: Any) -> bool:
+    return is_plain_linear(module) or is_int8_linear(module)
 
 
 def obstacle(modules: LayerModules) -> str | None:
-    """Why a layer cannot be bound: only bare linears are, with nothing hooked onto what would not be called."""
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+    """Why a layer cannot be bound: only bare linears are, plain or int8, with nothing hooked onto what would not be
+    called."""
+    quantised = [linears.int8(module) is not None for module in maps_of(modules)]
+    for name in _MAPS:
         module = getattr(modules, name)
-        if module is not None and (special := special_weight(module)):
+        if module is not None and (special := special_weight(module)) and linears.int8(module) is None:
             return f"{name}'s weight is an {special}: quantised weights are multiplied by their own library"
+    if any(quantised) and not all(quantised):
+        return "some of its weights are int8, others are not"
     for name in ("k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"):
         module = getattr(modules, name)
-        if module is not None and module is not modules.q_proj and not is_plain_linear(module):
+        if module is not None and module is not modules.q_proj and not _is_readable(module):
             return f"{name} is a {dense_class(module).__name__}, or has hooks: only plain linears are bound"
     for name in ("q_proj", "o_proj"):
         module = getattr(modules, name)
@@ -240,10 +266,10 @@ def bind(modules: LayerModules, layout: Layout, rotary_dim: int | None = None) -
             w_q=w_q,
             w_k=w_k,
             w_v=w_v,
-            w_o=modules.o_proj.weight,
+            w_o=linears.readable(modules.o_proj),
             w_gate=w_gate,
             w_up=w_up,
-            w_down=modules.down_proj.weight,
+            w_down=linears.readable(modules.down_proj),
             b_q=b_q,
             b_k=b_k,
             b_v=b_v,
@@ -267,13 +293,13 @@ def bind(modules: LayerModules, layout: Layout, rotary_dim: int | None = None) -
         return None
 
 
-def _rows(linears: tuple[Any, ...], sizes: tuple[int, ...]) -> list[tuple[Any, Any]]:
+def _rows(maps: tuple[Any, ...], sizes: tuple[int, ...]) -> list[tuple[Any, Any]]:
     """(weight, bias) of each: rows of a fused linear where several are the same module, None where one is None."""
-    if linears[0] is not linears[-1]:
-        return [(None, None) if m is None else (m.weight, m.bias) for m in linears]
-    fused = linears[0]
-    biases = [None] * len(sizes) if fused.bias is None else fused.bias.split(sizes)
-    return list(zip(fused.weight.split(sizes), biases, strict=True))
+    if maps[0] is not maps[-1]:
+        return [(None, None) if m is None else (linears.readable(m), m.bias) for m in maps]
+    fused, ends = maps[0], list(itertools.accumulate(sizes))
+    weight, rows = linears.readable(fused), [slice(end - n, end) for end, n in zip(ends, sizes, strict=True)]
+    return [(weight[cut], None if fused.bias is None else fused.bias[cut]) for cut in rows]
 
 
 def _router(router: Router) -> cpu.Router:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from widellm.families import LayerModules
-from widellm.kernels import masked, registry
+from widellm.kernels import int8, masked, registry
 from widellm.kernels.reference import activate
+from widellm.modeling import linears
 from widellm.modeling.decide import decide, decide_softly, weigh
-from widellm.modeling.linears import is_plain_linear, matrix
+from widellm.modeling.linears import is_int8_linear, is_plain_linear, matrix, readable
 from widellm.modeling.swap import live
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
@@ -45,12 +46,18 @@ class RoutedMLP:
             return down(weigh(channels(x, parts), decide_softly(sub, self.router, x), sub.groups))
         else:
             keep = decide(sub, self.router, x)
-        if not plain:
+        skips = not plain and all(m is None or is_int8_linear(m) for m in (gate, up, down))
+        skips = skips and int8.takes(rows, sub.backend)
+        if not plain and not skips:
             # more than a weight (an adapter, quantised): call it, then drop; nothing is skipped
             h = channels(x, parts)
             return down(masked.drop(h.reshape(-1, h.shape[-1]), keep).view(h.shape))
         w_gate, b_gate, w_up, b_up = _weights(gate, up)
-        y = registry.routed_ffn(rows, w_gate, w_up, matrix(down), keep, parts[3], b_gate, b_up, down.bias, sub.backend)
+        w_down: Any = readable(down)
+        if skips:
+            w_down = linears.by_inputs(down, w_down)
+            return int8.routed_ffn(rows, w_gate, w_up, w_down, keep, parts[3], b_gate, b_up, down.bias).view(x.shape)
+        y = registry.routed_ffn(rows, w_gate, w_up, w_down, keep, parts[3], b_gate, b_up, down.bias, sub.backend)
         return y.view(x.shape)
 
 
@@ -65,13 +72,13 @@ def channels(x: Tensor, parts: Parts) -> Tensor:
     return activate(gate(x), act) * up(x)
 
 
-def _weights(gate: Any, up: Any) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
-    """(gate's matrix and bias, up's matrix and bias): views of one weight where they are fused."""
-    w_up, b_up = matrix(up), up.bias
+def _weights(gate: Any, up: Any) -> tuple[Any, Tensor | None, Any, Tensor | None]:
+    """(gate's weight and bias, up's weight and bias): views of one weight where they are fused."""
+    w_up, b_up = readable(up), up.bias
     if gate is None:
         return None, None, w_up, b_up
     if gate is not up:
-        return matrix(gate), gate.bias, w_up, b_up
+        return readable(gate), gate.bias, w_up, b_up
     half = w_up.shape[0] // 2
     b_gate, b_up = (None, None) if b_up is None else (b_up[:half], b_up[half:])
     return w_up[:half], b_gate, w_up[half:], b_up

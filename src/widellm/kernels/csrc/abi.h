@@ -7,9 +7,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define WIDELLM_ABI 3
+#define WIDELLM_ABI 4
 
-enum { WIDELLM_F32 = 0, WIDELLM_BF16 = 1 };
+enum { WIDELLM_F32 = 0, WIDELLM_BF16 = 1, WIDELLM_I8 = 2 };
 enum { WIDELLM_SILU = 0, WIDELLM_GELU_TANH = 1, WIDELLM_GELU = 2, WIDELLM_RELU = 3 };
 enum { WIDELLM_PORTABLE = 0, WIDELLM_AVX2 = 1, WIDELLM_AVX512 = 2 };
 enum { WIDELLM_OK = 0, WIDELLM_NO_MEMORY = 1, WIDELLM_NO_LEVEL = 2 };
@@ -28,8 +28,8 @@ struct WideRouter {       // logits = up(act(down(x))) + bias in float32; keep w
   double threshold;
 };
 
-struct WideRun {          // how to run: instruction set, threads, and the dtype of x, weights, biases and outputs
-  int64_t level, threads, dtype;
+struct WideRun {          // how to run: instruction set, threads, the dtype of x, biases and outputs, and of weights:
+  int64_t level, threads, dtype, weights;         // the same, or int8 with a float32 scale per output
 };
 
 struct WideFfn {
@@ -41,6 +41,7 @@ struct WideFfn {
   const void *down; int64_t lddown;               // input-major: [F, D]; else [D, F]
   int64_t down_input_major;
   const void *gate_bias, *up_bias, *down_bias;    // [F], [F], [D] or null
+  const float *gate_scale, *up_scale, *down_scale;  // [F], [F], [D] of int8 weights, else null
   const uint8_t *keep; int64_t ldkeep;            // [M, G]; null: all kept, or the router decides
   WideRouter router;
   uint8_t *keep_out;                              // out [M, G], written when the router decides
@@ -53,6 +54,7 @@ struct WideIn {                                   // y[m, n] = x[m] . w[n] where
   const void *x; int64_t ldx;
   const void *w; int64_t ldw;                     // [N, D]
   const void *bias;                               // [N] or null
+  const float *scale;                             // [N] of int8 weights, else null
   const uint8_t *keep; int64_t ldkeep;            // [M, G] or null: all kept
   void *out; int64_t ldout;                       // out [M, N]
 };
@@ -64,6 +66,7 @@ struct WideOut {                                  // y[m] = sum over kept n of h
   const void *w; int64_t ldw;                     // input-major: [N, D]; else [D, N]
   int64_t input_major;
   const void *bias;                               // [D] or null
+  const float *scale;                             // [D] of int8 weights, else null
   const uint8_t *keep; int64_t ldkeep;
   void *out; int64_t ldout;                       // out [M, D]
 };
@@ -100,6 +103,7 @@ struct WideLayer {                                // one pre-norm decoder layer,
   const void *down; int64_t lddown;
   int64_t down_input_major;
   const void *gate_bias, *up_bias, *down_bias;
+  const float *q_scale, *k_scale, *v_scale, *o_scale, *gate_scale, *up_scale, *down_scale;  // of int8 weights, or null
   WideRouter attn_router, ffn_router;
 };
 

@@ -45,13 +45,13 @@ template <class T> struct ManyAttention {
       const T *v = (const T *)a.v + b * a.v_batch + j * a.v_token + kv * a.v_head;
       for (int64_t i = 0; i < kKeyBlock; i += kLanes) {
         int64_t some = imin(imax(n - i, 0), kLanes);
-        pack_rows(some ? k + i * a.k_token : k, a.k_token, some, a.head_dim,
-                  keys + u * key_floats + i / kNr * kNr * units + i % kNr);
+        pack_rows<T>(some ? k + i * a.k_token : k, a.k_token, some, a.head_dim,
+                     keys + u * key_floats + i / kNr * kNr * units + i % kNr);
       }
       for (int64_t i = 0; i < width; i += kLanes) {
         int64_t some = imin(imax(a.head_dim - i, 0), kLanes);
-        pack_columns(some ? v + i : v, a.v_token, some, n,
-                     values + u * value_floats + i / kNr * kNr * (kKeyBlock / per) + i % kNr);
+        Columns<T, T>::pack(some ? v + i : v, a.v_token, some, n,
+                            values + u * value_floats + i / kNr * kNr * (kKeyBlock / per) + i % kNr);
       }
     }
   }

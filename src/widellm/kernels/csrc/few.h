@@ -40,16 +40,17 @@ struct Picked {  // the numbers of the rows in a bit set
   }
 };
 
-// y[c][i] = round(w[i] . x[c] + bias[i]) for n <= kUnit weight rows
-template <class T>
-static void linear_unit(const T *w, int64_t ldw, const T *bias, int64_t n, const T *const *x, int64_t nx,
-                        int64_t inputs, T *const *y, const T *next = nullptr) {
+// y[c][i] = round(scale[i] * (w[i] . x[c]) + bias[i]) for n <= kUnit weight rows; scale null: 1
+template <class T, class W>
+static void linear_unit(const W *w, int64_t ldw, const float *scale, const T *bias, int64_t n, const T *const *x,
+                        int64_t nx, int64_t inputs, T *const *y, const W *next = nullptr) {
   float part[kFewRows * kUnit];
   dot_rows(w, ldw, n, x, nx, inputs, part, kUnit, next);
   for (int64_t c = 0; c < nx; c++)
     for (int64_t i = 0; i < n; i += kLanes) {
       int64_t lanes = imin(kLanes, n - i);
       vf a = loadn(part + c * kUnit + i, lanes);
+      if (scale) a *= loadn(scale + i, lanes);
       if (bias) a += loadn(bias + i, lanes);
       storen(y[c] + i, a, lanes);
     }
@@ -138,14 +139,15 @@ template <class T> struct FewRouter {
   }
 };
 
-template <class T> struct FewInner {  // gate, up, activation
+template <class T, class W> struct FewInner {  // gate, up, activation; weights of type W, with a scale per row or null
   int64_t act, rows, inputs, size, groups;
   const T *x;
   int64_t ldx;
-  const T *gate;
+  const W *gate;
   int64_t ldgate;
-  const T *up;
+  const W *up;
   int64_t ldup;
+  const float *gate_scale, *up_scale;
   const T *gate_bias, *up_bias;
   T *h;  // [rows, groups * size]
 
@@ -155,7 +157,7 @@ template <class T> struct FewInner {  // gate, up, activation
     for (int64_t u = queue.take(), after; u < end; u = after) {
       after = queue.take();
       int64_t g = kept.groups[u / pieces], i = u % pieces * kUnit;
-      const T *next = nullptr;  // what this thread will want from memory after these
+      const W *next = nullptr;  // what this thread will want from memory after these
       if (after < end) {
         int64_t row = kept.groups[after / pieces] * size + after % pieces * kUnit;
         next = gate ? gate + row * ldgate : up + row * ldup;
@@ -163,7 +165,7 @@ template <class T> struct FewInner {  // gate, up, activation
       unit(g, i, imin(kUnit, size - i), Picked(kept.rows[g]), next);
     }
   }
-  void unit(int64_t g, int64_t i, int64_t n, const Picked &rows_of, const T *next) const {
+  void unit(int64_t g, int64_t i, int64_t n, const Picked &rows_of, const W *next) const {
     float gates[kFewRows * kUnit], ups[kFewRows * kUnit];
     const T *xs[kFewRows];
     int64_t f = g * size + i;
@@ -174,6 +176,8 @@ template <class T> struct FewInner {  // gate, up, activation
       for (int64_t j = 0; j < n; j += kLanes) {
         int64_t lanes = imin(kLanes, n - j);
         vf a = gate ? loadn(gates + c * kUnit + j, lanes) : vf{}, b = loadn(ups + c * kUnit + j, lanes);
+        if (gate_scale) a *= loadn(gate_scale + f + j, lanes);
+        if (up_scale) b *= loadn(up_scale + f + j, lanes);
         if (gate_bias) a += loadn(gate_bias + f + j, lanes);
         if (up_bias) b += loadn(up_bias + f + j, lanes);
         storen(h + rows_of.at[c] * groups * size + f + j, gated<T>(a, b, gate != nullptr, act), lanes);
@@ -181,13 +185,15 @@ template <class T> struct FewInner {  // gate, up, activation
   }
 };
 
-template <class T> struct FewOuter {  // out = [residual +] w h [+ bias] over the kept groups, in order
+// out = [residual +] [scale *] w h [+ bias] over the kept groups, in order
+template <class T, class W> struct FewOuter {
   int64_t rows, outputs, size, groups;
   const T *h;
   int64_t ldh;
-  const T *w;
+  const W *w;
   int64_t ldw;
   bool input_major;
+  const float *scale;
   const T *bias, *residual;
   int64_t ldres;
   T *out;
@@ -276,7 +282,8 @@ template <class T> struct FewOuter {  // out = [residual +] w h [+ bias] over th
       for (int64_t i = k; i < to; i++) {
         int64_t g = kept.groups[i];
         Picked rows_of(kept.rows[g]);
-        const T *hs[kFewRows], *from = w + g * size * ldw + begin;
+        const T *hs[kFewRows];
+      const W *from = w + g * size * ldw + begin;
         float *ys[kFewRows];
         for (int64_t f = 0; f < size; f += kNear) {
           int64_t depth = imin(kNear, size - f);
@@ -285,7 +292,7 @@ template <class T> struct FewOuter {  // out = [residual +] w h [+ bias] over th
             hs[c] = near + c * kNear;
             ys[c] = sums + rows_of.at[c] * ld;
           }
-          const T *next = f + kNear < size     ? from + (f + kNear) * ldw
+          const W *next = f + kNear < size     ? from + (f + kNear) * ldw
                           : i + 1 < kept.count ? w + kept.groups[i + 1] * size * ldw + begin
                                                : nullptr;
           sum_rows(from + f * ldw, ldw, depth, hs, ys, rows_of.count, n, next);
@@ -314,9 +321,10 @@ template <class T> struct FewOuter {  // out = [residual +] w h [+ bias] over th
         for (int64_t k = 0; k < kept.count; k++) {
           int64_t g = kept.groups[k];
           if (!(kept.rows[g] >> m & 1)) continue;
-          const T *hs[1] = {h + m * ldh + g * size}, *ws[4];
+          const T *hs[1] = {h + m * ldh + g * size};
+          const W *ws[4];
           for (int64_t r = 0; r < 4; r++) ws[r] = w + (j + imin(r, n - 1)) * ldw + g * size;
-          dot_tile<T, 4, 1>(ws, hs, size, acc);
+          dot_tile<T, W, 4, 1>(ws, hs, size, acc);
         }
         float part4[kLanes] = {};
         f4 sums = sum_each(acc[0][0], acc[1][0], acc[2][0], acc[3][0]);
@@ -326,6 +334,7 @@ template <class T> struct FewOuter {  // out = [residual +] w h [+ bias] over th
     }
   }
   void finish(int64_t m, int64_t j, int64_t n, vf a) const {
+    if (scale) a *= loadn(scale + j, n);
     if (bias) a += loadn(bias + j, n);
     if (residual) a = rounded<T>(a) + loadn(residual + m * ldres + j, n);
     storen(out + m * ldout + j, a, n);

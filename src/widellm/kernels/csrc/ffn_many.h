@@ -4,11 +4,11 @@
 
 namespace {
 
-template <class T> static int64_t ffn_many(const WideFfn &f, WideArena *arena) {
+template <class T, class W> static int64_t ffn_many(const WideFfn &f, WideArena *arena) {
   typedef typename Packed<T>::A A;
   Scratch s{arena};
   int64_t size = f.inner / f.groups, units = ceil_div(size, Packed<T>::per), block = imin(kRowBlock, f.rows);
-  int64_t threads = f.run.threads, panel_floats = imax(kInputBlock * kNr, ManyOut<T>::scratch(size));
+  int64_t threads = f.run.threads, panel_floats = imax(kInputBlock * kNr, ManyOut<T, W>::scratch(size));
   int64_t router_floats = kFewRows * (f.hidden + f.router.rank);
   bool routes = f.router.down != nullptr;
   Plan plan;
@@ -37,10 +37,10 @@ template <class T> static int64_t ffn_many(const WideFfn &f, WideArena *arena) {
     plan.build(keep ? keep + row0 * ldkeep : nullptr, ldkeep, rows, f.groups);
     batches.build(plan, f.groups);
     memset(queues, 0, (size_t)(2 * batches.count) * sizeof(Queue));
-    ManyIn<T> in{f.hidden, size, left.ld, left.at(row0), (const T *)f.gate, f.ldgate, (const T *)f.up, f.ldup,
-                 (const T *)f.gate_bias, (const T *)f.up_bias};
-    ManyOut<T> out{rows, f.hidden, size, units, (const T *)f.down, f.lddown, f.down_input_major != 0,
-                   (const T *)f.down_bias, (T *)f.out + row0 * f.ldout, f.ldout, total};
+    ManyIn<T, W> in{f.hidden, size, left.ld, left.at(row0), (const W *)f.gate, f.ldgate, (const W *)f.up, f.ldup,
+                    f.gate_scale, f.up_scale, (const T *)f.gate_bias, (const T *)f.up_bias};
+    ManyOut<T, W> out{rows, f.hidden, size, units, (const W *)f.down, f.lddown, f.down_input_major != 0, f.down_scale,
+                      (const T *)f.down_bias, (T *)f.out + row0 * f.ldout, f.ldout, total};
 
     parallel(threads, [&](const Team &team) {
       float *panel = panels + team.thread * panel_floats, *own = sums + team.thread * block * kNr;
@@ -73,7 +73,7 @@ template <class T> static int64_t ffn_many(const WideFfn &f, WideArena *arena) {
   return WIDELLM_OK;
 }
 
-template <class T> static int64_t in_many(const WideIn &f, WideArena *arena) {
+template <class T, class W> static int64_t in_many(const WideIn &f, WideArena *arena) {
   Scratch s{arena};
   int64_t size = f.outputs / f.groups, block = imin(kRowBlock, f.rows), threads = f.run.threads;
   Plan plan;
@@ -90,7 +90,8 @@ template <class T> static int64_t in_many(const WideIn &f, WideArena *arena) {
     const uint8_t *keep = f.keep ? f.keep + row0 * f.ldkeep : nullptr;
     plan.build(keep, f.ldkeep, rows, f.groups);
     batches.build(plan, f.groups);
-    ManyIn<T> in{f.inputs, size, left.ld, left.at(row0), nullptr, 0, (const T *)f.w, f.ldw, nullptr, (const T *)f.bias};
+    ManyIn<T, W> in{f.inputs, size, left.ld, left.at(row0), nullptr, 0, (const W *)f.w, f.ldw, nullptr, f.scale,
+                    nullptr, (const T *)f.bias};
     T *out = (T *)f.out + row0 * f.ldout;
     Queue queue{0};
     parallel(threads, [&](const Team &team) {
@@ -117,7 +118,7 @@ template <class T> static int64_t in_many(const WideIn &f, WideArena *arena) {
   return WIDELLM_OK;
 }
 
-template <class T> static int64_t out_many(const WideOut &f, WideArena *arena) {
+template <class T, class W> static int64_t out_many(const WideOut &f, WideArena *arena) {
   typedef typename Packed<T>::A A;
   Scratch s{arena};
   int64_t size = f.inputs / f.groups, units = ceil_div(size, Packed<T>::per), block = imin(kRowBlock, f.rows);
@@ -129,7 +130,7 @@ template <class T> static int64_t out_many(const WideOut &f, WideArena *arena) {
   A *h = s.get<A>(batches.limit);
   Queue *queues = s.get<Queue>(2 * f.groups + 2);
   int64_t *places = s.get<int64_t>(threads * f.groups);
-  float *panels = s.get<float>(threads * ManyOut<T>::scratch(size));
+  float *panels = s.get<float>(threads * ManyOut<T, W>::scratch(size));
   float *total = s.get<float>(ceil_div(f.outputs, kNr) * block * kNr);
   if (!s.ok) return WIDELLM_NO_MEMORY;
 
@@ -139,8 +140,8 @@ template <class T> static int64_t out_many(const WideOut &f, WideArena *arena) {
     batches.build(plan, f.groups);
     memset(queues, 0, (size_t)(2 * batches.count) * sizeof(Queue));
     const T *x = (const T *)f.x + row0 * f.ldx;
-    ManyOut<T> out{rows, f.outputs, size, units, (const T *)f.w, f.ldw, f.input_major != 0, (const T *)f.bias,
-                   (T *)f.out + row0 * f.ldout, f.ldout, total};
+    ManyOut<T, W> out{rows, f.outputs, size, units, (const W *)f.w, f.ldw, f.input_major != 0, f.scale,
+                      (const T *)f.bias, (T *)f.out + row0 * f.ldout, f.ldout, total};
     parallel(threads, [&](const Team &team) {
       for (int64_t b = 0; b < batches.count; b++) {
         // Row by row: a row is read from end to end, its pieces go to where their groups collect them.
@@ -155,7 +156,7 @@ template <class T> static int64_t out_many(const WideOut &f, WideArena *arena) {
             widen_row<T>(x + m * f.ldx + g * size, size, h + batches.offset[i] + at[i]++ * batches.row_size);
           }
         team.barrier();
-        out.run(batches, b, plan, h, queues[2 * b + 1], team, panels + team.thread * ManyOut<T>::scratch(size));
+        out.run(batches, b, plan, h, queues[2 * b + 1], team, panels + team.thread * ManyOut<T, W>::scratch(size));
         team.barrier();
       }
     });

@@ -72,17 +72,6 @@ static void tile_of(int64_t rows, const A *const *a, const float *panel, int64_t
   }
 }
 
-// One vector of a panel (columns = up to kLanes weight rows of n inputs): panel[u * kNr + lane] = unit u of row lane.
-template <class T> static void pack_rows(const T *w, int64_t ldw, int64_t columns, int64_t n, float *panel) {
-  for (int64_t lane = 0; lane < kLanes; lane++)
-    for (int64_t k = 0; k < n; k++) panel[k * kNr + lane] = lane < columns ? to_float(w[lane * ldw + k]) : 0.0f;
-}
-
-// The same for weights stored input-major: w[k] is input k's row, of which columns are taken.
-template <class T> static void pack_columns(const T *w, int64_t ldw, int64_t columns, int64_t n, float *panel) {
-  for (int64_t k = 0; k < n; k++) store(panel + k * kNr, loadn(w + k * ldw, columns));
-}
-
 #if defined(WIDELLM_AVX512)
 WIDE_INLINE void transpose16(__m512i (&r)[16]) {
   __m512i t[16];
@@ -107,15 +96,23 @@ WIDE_INLINE void transpose16(__m512i (&r)[16]) {
   for (int i = 0; i < 16; i++) r[i] = t[i];
 }
 
-// Rows of 16 units, as 512-bit loads; bytes past the last input read as 0.
-template <class T> WIDE_INLINE void pack_rows16(const T *w, int64_t ldw, int64_t columns, int64_t n, float *panel) {
+// The first n weights of 64 bytes of type T; the others read as 0.
+template <class T> WIDE_INLINE __m512i line(const T *w, int64_t n) {
+  return _mm512_maskz_loadu_epi8(n * (int64_t)sizeof(T) < 64 ? (1ull << (n * sizeof(T))) - 1 : ~0ull, w);
+}
+template <class T> WIDE_INLINE __m512i line(const int8_t *w, int64_t n) {
+  return sizeof(T) == 2 ? loadn32(w, n) : (__m512i)loadn(w, n);
+}
+
+// Rows of 16 units, as 512-bit loads.
+template <class T, class W>
+WIDE_INLINE void pack_rows16(const W *w, int64_t ldw, int64_t columns, int64_t n, float *panel) {
   constexpr int64_t step = 64 / sizeof(T);
   for (int64_t k = 0; k < n; k += step) {
     int64_t left = imin(step, n - k), units = ceil_div(left * (int64_t)sizeof(T), 4);
-    __mmask64 bytes = left == step ? ~0ull : (1ull << (left * sizeof(T))) - 1;
     __m512i r[16];
     for (int i = 0; i < 16; i++)
-      r[i] = i < columns ? _mm512_maskz_loadu_epi8(bytes, w + i * ldw + k) : _mm512_setzero_si512();
+      r[i] = i < columns ? line<T>(w + i * ldw + k, left) : _mm512_setzero_si512();
     transpose16(r);
     float *to = panel + k * (int64_t)sizeof(T) / 4 * kNr;
     if (units == 16) {
@@ -126,20 +123,36 @@ template <class T> WIDE_INLINE void pack_rows16(const T *w, int64_t ldw, int64_t
     }
   }
 }
-template <> void pack_rows<bf16>(const bf16 *w, int64_t ldw, int64_t columns, int64_t n, float *panel) {
-  pack_rows16(w, ldw, columns, n, panel);
+#endif
+
+// One vector of a panel (columns = up to kLanes weight rows of n inputs): panel[u * kNr + lane] = unit u of row lane.
+// T: the type of the left operand's rows, which says what a unit is; W: of the weights.
+template <class T, class W> static void pack_rows(const W *w, int64_t ldw, int64_t columns, int64_t n, float *panel) {
+#if defined(WIDELLM_AVX512)
+  pack_rows16<T>(w, ldw, columns, n, panel);
+#else
+  for (int64_t lane = 0; lane < kLanes; lane++)
+    for (int64_t k = 0; k < n; k++) panel[k * kNr + lane] = lane < columns ? to_float(w[lane * ldw + k]) : 0.0f;
+#endif
 }
-template <> void pack_rows<float>(const float *w, int64_t ldw, int64_t columns, int64_t n, float *panel) {
-  pack_rows16(w, ldw, columns, n, panel);
-}
-template <> void pack_columns<bf16>(const bf16 *w, int64_t ldw, int64_t columns, int64_t n, float *panel) {
-  __mmask16 mask = (__mmask16)((1u << columns) - 1);
-  for (int64_t k = 0; k < n; k += 2) {
-    __m512i a = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, w + k * ldw)), b = _mm512_setzero_si512();
-    if (k + 1 < n) b = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, w + (k + 1) * ldw));
-    _mm512_store_si512(panel + k / 2 * kNr, _mm512_or_si512(a, _mm512_slli_epi32(b, 16)));
+
+// The same for weights stored input-major: w[k] is input k's row, of which columns are taken.
+template <class T, class W> struct Columns {
+  static void pack(const W *w, int64_t ldw, int64_t columns, int64_t n, float *panel) {
+    for (int64_t k = 0; k < n; k++) store(panel + k * kNr, loadn(w + k * ldw, columns));
   }
-}
+};
+
+#if defined(WIDELLM_AVX512)
+template <class W> struct Columns<bf16, W> {  // pairs of rows, as bf16
+  static void pack(const W *w, int64_t ldw, int64_t columns, int64_t n, float *panel) {
+    for (int64_t k = 0; k < n; k += 2) {
+      __m512i a = (__m512i)loadn(w + k * ldw, columns), b = _mm512_setzero_si512();
+      if (k + 1 < n) b = (__m512i)loadn(w + (k + 1) * ldw, columns);
+      _mm512_store_si512(panel + k / 2 * kNr, _mm512_or_si512(_mm512_srli_epi32(a, 16), b));
+    }
+  }
+};
 #endif
 
 // Copies n inputs into the left operand's type, padded with 0 to whole units.

@@ -34,20 +34,21 @@ template <class T> static void rotate(T *x, const T *cosine, const T *sine, int6
   }
 }
 
-template <class T> struct Projection {  // x -> heads
+template <class T, class W> struct Projection {  // x -> heads
   const WideLayer &layer;
   const WideQkv &call;
-  const T *w;
+  const W *w;
   int64_t ldw;
+  const float *scale;
   const T *bias;
   int64_t heads;
   T *out;                       // [B, heads, T, d] at these strides
   int64_t batch, token, head;
 
   int64_t pieces() const { return ceil_div(layer.head_dim, kUnit); }
-  const T *rows_at(int64_t h, int64_t piece) const { return w + (h * layer.head_dim + piece * kUnit) * ldw; }
+  const W *rows_at(int64_t h, int64_t piece) const { return w + (h * layer.head_dim + piece * kUnit) * ldw; }
   // next: the weight rows that this thread will want after these, or null
-  void unit(int64_t h, int64_t piece, uint32_t bits, const T *x, int64_t ldx, const T *next) const {
+  void unit(int64_t h, int64_t piece, uint32_t bits, const T *x, int64_t ldx, const W *next) const {
     int64_t d = layer.head_dim, i = piece * kUnit, n = h * d + i;
     Picked rows(bits);
     const T *xs[kFewRows];
@@ -56,8 +57,8 @@ template <class T> struct Projection {  // x -> heads
       xs[c] = x + rows.at[c] * ldx;
       ys[c] = at(rows.at[c], h) + i;
     }
-    linear_unit(w + n * ldw, ldw, bias ? bias + n : nullptr, imin(kUnit, d - i), xs, rows.count, layer.hidden, ys,
-                next);
+    linear_unit(w + n * ldw, ldw, scale ? scale + n : nullptr, bias ? bias + n : nullptr, imin(kUnit, d - i), xs,
+                rows.count, layer.hidden, ys, next);
   }
   T *at(int64_t m, int64_t h) const { return out + m / call.tokens * batch + m % call.tokens * token + h * head; }
   void finish(int64_t m, int64_t h, const void *norm) const {
@@ -70,7 +71,7 @@ template <class T> struct Projection {  // x -> heads
 
 // What each thread does for q, k and v, once s.ok; l and c must outlive it. cache: where k and v are written, at its
 // last positions; null: to c.k and c.v.
-template <class T>
+template <class T, class W>
 static auto qkv_work(const WideLayer &l, const WideQkv &c, const WideRest *cache, Scratch &s) {
   int64_t rows = c.batch * c.tokens;
   bool routes = l.attn_router.down != nullptr;
@@ -82,9 +83,12 @@ static auto qkv_work(const WideLayer &l, const WideQkv &c, const WideRest *cache
   for (int64_t t = 0; s.ok && t < l.run.threads; t++) kept[t].reserve(s, l.attn_groups);
   if (!routes) memset(c.keep, 1, (size_t)(rows * l.attn_groups));
   int64_t d = l.head_dim, each = c.tokens * d;
-  Projection<T> q{l, c, (const T *)l.wq, l.ldq, (const T *)l.bq, l.heads, (T *)c.q, l.heads * each, d, each};
-  Projection<T> k{l, c, (const T *)l.wk, l.ldk, (const T *)l.bk, l.kv_heads, (T *)c.k, l.kv_heads * each, d, each};
-  Projection<T> v{l, c, (const T *)l.wv, l.ldv, (const T *)l.bv, l.kv_heads, (T *)c.v, l.kv_heads * each, d, each};
+  Projection<T, W> q{l, c, (const W *)l.wq, l.ldq, l.q_scale, (const T *)l.bq, l.heads, (T *)c.q,
+                     l.heads * each, d, each};
+  Projection<T, W> k{l, c, (const W *)l.wk, l.ldk, l.k_scale, (const T *)l.bk, l.kv_heads, (T *)c.k,
+                     l.kv_heads * each, d, each};
+  Projection<T, W> v{l, c, (const W *)l.wv, l.ldv, l.v_scale, (const T *)l.bv, l.kv_heads, (T *)c.v,
+                     l.kv_heads * each, d, each};
   if (cache) {
     int64_t at = cache->keys - c.tokens;
     k.out = (T *)cache->k + at * cache->k_token;
@@ -111,7 +115,7 @@ static auto qkv_work(const WideLayer &l, const WideQkv &c, const WideRest *cache
         continue;
       }
       int64_t i = (u - ranks) % kv_units, j = (after - ranks) % kv_units;
-      const T *next = after < ranks + 2 * kv_units ? (after - ranks < kv_units ? k : v).rows_at(j / pieces, j % pieces)
+      const W *next = after < ranks + 2 * kv_units ? (after - ranks < kv_units ? k : v).rows_at(j / pieces, j % pieces)
                                                    : nullptr;
       (u - ranks < kv_units ? k : v).unit(i / pieces, i % pieces, all, x, l.hidden, next);
     }
@@ -125,7 +129,7 @@ static auto qkv_work(const WideLayer &l, const WideQkv &c, const WideRest *cache
     for (int64_t u = queues[1].take(), after; u < mine.count * per_group; u = after) {
       after = queues[1].take();
       int64_t g = mine.groups[u / per_group], i = u % per_group, j = after % per_group;
-      const T *next = nullptr;
+      const W *next = nullptr;
       if (after < mine.count * per_group)
         next = q.rows_at(mine.groups[after / per_group] * heads_per_group + j / pieces, j % pieces);
       q.unit(g * heads_per_group + i / pieces, i % pieces, mine.rows[g], x, l.hidden, next);
@@ -145,16 +149,16 @@ static auto qkv_work(const WideLayer &l, const WideQkv &c, const WideRest *cache
   };
 }
 
-template <class T> static int64_t layer_qkv(const WideLayer &l, const WideQkv &c, WideArena *arena) {
+template <class T, class W> static int64_t layer_qkv(const WideLayer &l, const WideQkv &c, WideArena *arena) {
   Scratch s{arena};
-  auto work = qkv_work<T>(l, c, nullptr, s);
+  auto work = qkv_work<T, W>(l, c, nullptr, s);
   if (!s.ok) return WIDELLM_NO_MEMORY;
   parallel(l.run.threads, work);
   return WIDELLM_OK;
 }
 
 // What each thread does after that, likewise
-template <class T> static auto rest_work(const WideLayer &l, const WideRest &c, Scratch &s) {
+template <class T, class W> static auto rest_work(const WideLayer &l, const WideRest &c, Scratch &s) {
   int64_t rows = c.batch * c.tokens, inner_dim = l.heads * l.head_dim, head = l.head_dim;
   bool routes = l.ffn_router.down != nullptr;
   T *mixed = s.get<T>(rows * inner_dim), *x = s.get<T>(rows * l.hidden);
@@ -166,18 +170,19 @@ template <class T> static auto rest_work(const WideLayer &l, const WideRest &c, 
                   c.mask, c.mask_kind, c.mask_batch, c.mask_query, c.start, c.causal, c.window, l.scale};
   FewAttention<T> attention{a, 0, 0, 0, nullptr, nullptr, nullptr};
   attention.reserve(s);
-  FewOuter<T> o{rows, l.hidden, inner_dim / l.attn_groups, l.attn_groups, mixed, inner_dim, (const T *)l.wo, l.ldo,
-                l.o_input_major != 0, (const T *)l.bo, (const T *)c.x, c.ldx, middle, l.hidden, nullptr,
-                nullptr};
+  FewOuter<T, W> o{rows, l.hidden, inner_dim / l.attn_groups, l.attn_groups, mixed, inner_dim, (const W *)l.wo, l.ldo,
+                   l.o_input_major != 0, l.o_scale, (const T *)l.bo, (const T *)c.x, c.ldx, middle, l.hidden, nullptr,
+                   nullptr};
   o.reserve(s);
   FewRouter<T> router{&l.ffn_router, rows, l.hidden, l.ffn_groups, nullptr, nullptr, c.ffn_keep};
   if (routes) router.reserve(s, l.ffn_router.shared && c.tokens == 1);
   int64_t size = l.inner / l.ffn_groups;
-  FewInner<T> inner{l.act, rows, l.hidden, size, l.ffn_groups, x, l.hidden, (const T *)l.gate, l.ldgate,
-                    (const T *)l.up, l.ldup, (const T *)l.gate_bias, (const T *)l.up_bias, s.get<T>(rows * l.inner)};
-  FewOuter<T> outer{rows, l.hidden, size, l.ffn_groups, inner.h, l.inner, (const T *)l.down, l.lddown,
-                    l.down_input_major != 0, (const T *)l.down_bias, middle, l.hidden, (T *)c.out, l.hidden,
-                    nullptr, nullptr};
+  FewInner<T, W> inner{l.act, rows, l.hidden, size, l.ffn_groups, x, l.hidden, (const W *)l.gate, l.ldgate,
+                       (const W *)l.up, l.ldup, l.gate_scale, l.up_scale, (const T *)l.gate_bias,
+                       (const T *)l.up_bias, s.get<T>(rows * l.inner)};
+  FewOuter<T, W> outer{rows, l.hidden, size, l.ffn_groups, inner.h, l.inner, (const W *)l.down, l.lddown,
+                       l.down_input_major != 0, l.down_scale, (const T *)l.down_bias, middle, l.hidden, (T *)c.out,
+                       l.hidden, nullptr, nullptr};
   outer.reserve(s);
   Queue *queues = s.zeros<Queue>(2);
   Kept *kept = s.get<Kept>(l.run.threads);
@@ -212,23 +217,23 @@ template <class T> static auto rest_work(const WideLayer &l, const WideRest &c, 
   };
 }
 
-template <class T> static int64_t layer_rest(const WideLayer &l, const WideRest &c, WideArena *arena) {
+template <class T, class W> static int64_t layer_rest(const WideLayer &l, const WideRest &c, WideArena *arena) {
   Scratch s{arena};
-  auto work = rest_work<T>(l, c, s);
+  auto work = rest_work<T, W>(l, c, s);
   if (!s.ok) return WIDELLM_NO_MEMORY;
   parallel(l.run.threads, work);
   return WIDELLM_OK;
 }
 
 // Both calls in one, for a cache that has room: the new keys and values become its last `tokens` positions.
-template <class T>
+template <class T, class W>
 static int64_t layer_step(const WideLayer &l, WideQkv qkv, WideRest rest, WideArena *arena) {
   Scratch s{arena};
   T *q = s.get<T>(qkv.batch * qkv.tokens * l.heads * l.head_dim);
   qkv.q = q;
   rest.q = q;
-  auto first = qkv_work<T>(l, qkv, &rest, s);
-  auto second = rest_work<T>(l, rest, s);
+  auto first = qkv_work<T, W>(l, qkv, &rest, s);
+  auto second = rest_work<T, W>(l, rest, s);
   if (!s.ok) return WIDELLM_NO_MEMORY;
   parallel(l.run.threads, [&](const Team &team) {
     first(team);

@@ -98,14 +98,15 @@ struct Ahead {
   }
 };
 
-template <class T> struct ManyIn {  // x -> the columns of a group: [act(gate)] * up, or plain with a bias
+template <class T, class W> struct ManyIn {  // x -> the columns of a group: [act(gate)] * up, or plain with a bias
   typedef typename Packed<T>::A A;
   int64_t inputs, size, lda;
   const A *x;
-  const T *gate;
+  const W *gate;
   int64_t ldgate;
-  const T *up;
+  const W *up;
   int64_t ldup;
+  const float *gate_scale, *up_scale;  // null: 1
   const T *gate_bias, *up_bias;
 
   int64_t width() const { return gate ? kNr / 2 : kNr; }  // columns per panel
@@ -116,9 +117,9 @@ template <class T> struct ManyIn {  // x -> the columns of a group: [act(gate)] 
     for (int v = 0; v < kNv; v++) {
       bool is_gate = gate && v < kNv / 2;
       int64_t at = (gate && !is_gate ? v - kNv / 2 : v) * kLanes, left = imin(imax(n - at, 0), kLanes);
-      const T *w = is_gate ? gate : up;
+      const W *w = is_gate ? gate : up;
       int64_t ld = is_gate ? ldgate : ldup;
-      pack_rows(left > 0 ? w + (column + at) * ld + k : w, ld, left, depth, panel + v * kLanes);
+      pack_rows<T>(left > 0 ? w + (column + at) * ld + k : w, ld, left, depth, panel + v * kLanes);
     }
   }
 
@@ -156,6 +157,8 @@ template <class T> struct ManyIn {  // x -> the columns of a group: [act(gate)] 
             int64_t at = v * kLanes, lanes = imin(kLanes, n - at);
             if (lanes <= 0) break;
             vf first = load(c[r] + at), second = gate ? load(c[r] + kNr / 2 + at) : first;
+            if (gate_scale) first *= loadn(gate_scale + column + at, lanes);
+            if (up_scale) second *= loadn(up_scale + column + at, lanes);
             if (gate_bias) first += loadn(gate_bias + column + at, lanes);
             if (up_bias) second += loadn(up_bias + column + at, lanes);
             finish(i + r, at, lanes, first, second);
@@ -165,12 +168,13 @@ template <class T> struct ManyIn {  // x -> the columns of a group: [act(gate)] 
   }
 };
 
-template <class T> struct ManyOut {  // sums[panel][row] += h[group] . w[group]
+template <class T, class W> struct ManyOut {  // sums[panel][row] += h[group] . w[group]
   typedef typename Packed<T>::A A;
   int64_t rows, outputs, size, units;  // units: of a group
-  const T *w;
+  const W *w;
   int64_t ldw;
   bool input_major;
+  const float *scale;  // null: 1
   const T *bias;
   T *out;
   int64_t ldout;
@@ -199,13 +203,13 @@ template <class T> struct ManyOut {  // sums[panel][row] += h[group] . w[group]
         for (int64_t i = 0; i < count * kNr; i += kLanes) {
           int64_t at = column + i, n = imin(imax(outputs - at, 0), kLanes), depth = imin(kPackRows, size - k);
           float *to = panel + i / kNr * units * kNr + k / Packed<T>::per * kNr + i % kNr;
-          pack_columns(n > 0 ? w + (g * size + k) * ldw + at : w, n > 0 ? ldw : 0, n, depth, to);
+          Columns<T, W>::pack(n > 0 ? w + (g * size + k) * ldw + at : w, n > 0 ? ldw : 0, n, depth, to);
         }
       return;
     }
     for (int64_t i = 0; i < count * kNr; i += kLanes) {
       int64_t at = column + i, n = imin(imax(outputs - at, 0), kLanes);
-      pack_rows(n > 0 ? w + at * ldw + g * size : w, ldw, n, size, panel + i / kNr * units * kNr + i % kNr);
+      pack_rows<T>(n > 0 ? w + at * ldw + g * size : w, ldw, n, size, panel + i / kNr * units * kNr + i % kNr);
     }
   }
   // next: the group that comes after g, or -1
@@ -259,6 +263,7 @@ template <class T> struct ManyOut {  // sums[panel][row] += h[group] . w[group]
       for (int64_t j = p * kNr; j < imin((p + 1) * kNr, outputs); j += kLanes) {
         int64_t lanes = imin(kLanes, outputs - j);
         vf a = load(sums + (p * rows + m) * kNr + j - p * kNr);
+        if (scale) a *= loadn(scale + j, lanes);
         if (bias) a += loadn(bias + j, lanes);
         storen(out + m * ldout + j, a, lanes);
       }

@@ -16,8 +16,8 @@ constexpr int kPairCols = 2 * kLanes;
 template <class T> struct Dot {  // one step along the inputs of a dot product
   typedef vf reg;
   static constexpr int step = kLanes;
-  WIDE_INLINE reg get(const T *p) { return load(p); }
-  WIDE_INLINE reg getn(const T *p, int64_t n) { return loadn(p, n); }
+  template <class W> WIDE_INLINE reg get(const W *p) { return load(p); }
+  template <class W> WIDE_INLINE reg getn(const W *p, int64_t n) { return loadn(p, n); }
   WIDE_INLINE vf add(reg a, reg b, vf c) { return a * b + c; }
 };
 
@@ -25,10 +25,10 @@ template <class T> struct Dot {  // one step along the inputs of a dot product
 template <class T> struct Pair {
   static constexpr int batch = kLanes == 16 ? 2 : 1;  // pairs held in registers at a time
   vf a0, a1, b0, b1;
-  WIDE_INLINE Pair get(const T *a, const T *b) {
+  template <class W> WIDE_INLINE Pair get(const W *a, const W *b) {
     return {load(a), load(a + kLanes), b ? load(b) : vf{}, b ? load(b + kLanes) : vf{}};
   }
-  WIDE_INLINE Pair getn(const T *a, const T *b, int64_t n) {
+  template <class W> WIDE_INLINE Pair getn(const W *a, const W *b, int64_t n) {
     int64_t lo = imin(n, kLanes), hi = n - lo;
     return {loadn(a, lo), loadn(a + lo, hi), b ? loadn(b, lo) : vf{}, b ? loadn(b + lo, hi) : vf{}};
   }
@@ -46,11 +46,26 @@ template <class T> struct Pair {
 };
 
 #if defined(WIDELLM_AVX512)
+// 32 weights as bf16: every int8 is one, so nothing is rounded
+WIDE_INLINE __m512i load32(const bf16 *p) { return _mm512_loadu_si512(p); }
+WIDE_INLINE __m512i loadn32(const bf16 *p, int64_t n) {
+  return _mm512_maskz_loadu_epi16((__mmask32)((1ull << n) - 1), p);
+}
+WIDE_INLINE __m512i widen32(__m256i q) {
+  __m512 lo = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(q)));
+  __m512 hi = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(q, 1)));
+  return (__m512i)_mm512_cvtne2ps_pbh(hi, lo);
+}
+WIDE_INLINE __m512i load32(const int8_t *p) { return widen32(_mm256_loadu_si256((const __m256i *)p)); }
+WIDE_INLINE __m512i loadn32(const int8_t *p, int64_t n) {
+  return widen32(_mm256_maskz_loadu_epi8((__mmask32)((1ull << n) - 1), p));
+}
+
 template <> struct Dot<bf16> {
   typedef __m512bh reg;
   static constexpr int step = 2 * kLanes;
-  WIDE_INLINE reg get(const bf16 *p) { return (reg)_mm512_loadu_si512(p); }
-  WIDE_INLINE reg getn(const bf16 *p, int64_t n) { return (reg)_mm512_maskz_loadu_epi16((1ull << n) - 1, p); }
+  template <class W> WIDE_INLINE reg get(const W *p) { return (reg)load32(p); }
+  template <class W> WIDE_INLINE reg getn(const W *p, int64_t n) { return (reg)loadn32(p, n); }
   WIDE_INLINE vf add(reg a, reg b, vf c) { return (vf)_mm512_dpbf16_ps((__m512)c, a, b); }
 };
 
@@ -60,12 +75,11 @@ template <> struct Pair<bf16> {
   static constexpr int batch = 2;  // rows of 4 KiB share cache sets, which hold these and those asked for
   __m512i lo, hi;
   WIDE_INLINE Pair of(__m512i a, __m512i b) { return {_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b)}; }
-  WIDE_INLINE Pair get(const bf16 *a, const bf16 *b) {
-    return of(_mm512_loadu_si512(a), b ? _mm512_loadu_si512(b) : _mm512_setzero_si512());
+  template <class W> WIDE_INLINE Pair get(const W *a, const W *b) {
+    return of(load32(a), b ? load32(b) : _mm512_setzero_si512());
   }
-  WIDE_INLINE Pair getn(const bf16 *a, const bf16 *b, int64_t n) {
-    __mmask32 mask = (__mmask32)((1ull << n) - 1);
-    return of(_mm512_maskz_loadu_epi16(mask, a), b ? _mm512_maskz_loadu_epi16(mask, b) : _mm512_setzero_si512());
+  template <class W> WIDE_INLINE Pair getn(const W *a, const W *b, int64_t n) {
+    return of(loadn32(a, n), b ? loadn32(b, n) : _mm512_setzero_si512());
   }
   template <bool both> WIDE_INLINE void add(const Pair &p, const bf16 *h, vf &y0, vf &y1) {
     uint32_t u = 0;
@@ -85,11 +99,12 @@ template <> struct Pair<bf16> {
 #endif
 
 // acc[r][c] += w[r] . x[c] over n inputs; meanwhile asks memory for the n inputs at each of ahead[0 .. A)
-template <class T, int R, int C, int A = 0>
-WIDE_INLINE void dot_tile(const T *const *w, const T *const *x, int64_t n, vf (&acc)[R][C],
-                          const T *const *ahead = nullptr) {
+template <class T, class W, int R, int C, int A = 0>
+WIDE_INLINE void dot_tile(const W *const *w, const T *const *x, int64_t n, vf (&acc)[R][C],
+                          const W *const *ahead = nullptr) {
   typedef Dot<T> D;
-  const T *wp[R], *xp[C];
+  const W *wp[R];
+  const T *xp[C];
   for (int r = 0; r < R; r++) wp[r] = w[r];
   for (int c = 0; c < C; c++) xp[c] = x[c];
   int64_t i = 0;
@@ -110,17 +125,17 @@ WIDE_INLINE void dot_tile(const T *const *w, const T *const *x, int64_t n, vf (&
   }
 }
 
-template <class T, int C>
-static void dot_columns(const T *w, int64_t ldw, int64_t nw, const T *const *x, int64_t n, float *out, int64_t ldout,
-                        const T *const *ahead) {
+template <class T, class W, int C>
+static void dot_columns(const W *w, int64_t ldw, int64_t nw, const T *const *x, int64_t n, float *out, int64_t ldout,
+                        const W *const *ahead) {
   int64_t r = 0;
   for (; r + 4 <= nw; r += 4) {
-    const T *wp[4] = {w + r * ldw, w + (r + 1) * ldw, w + (r + 2) * ldw, w + (r + 3) * ldw};
+    const W *wp[4] = {w + r * ldw, w + (r + 1) * ldw, w + (r + 2) * ldw, w + (r + 3) * ldw};
     vf acc[4][C] = {};
     if (ahead) {
-      dot_tile<T, 4, C, 2>(wp, x, n, acc, ahead);
+      dot_tile<T, W, 4, C, 2>(wp, x, n, acc, ahead);
     } else {
-      dot_tile<T, 4, C>(wp, x, n, acc);
+      dot_tile<T, W, 4, C>(wp, x, n, acc);
     }
     for (int c = 0; c < C; c++) {
       f4 y = sum_each(acc[0][c], acc[1][c], acc[2][c], acc[3][c]);
@@ -128,79 +143,80 @@ static void dot_columns(const T *w, int64_t ldw, int64_t nw, const T *const *x, 
     }
   }
   for (; r < nw; r++) {
-    const T *wp[1] = {w + r * ldw};
+    const W *wp[1] = {w + r * ldw};
     vf acc[1][C] = {};
-    dot_tile<T, 1, C>(wp, x, n, acc);
+    dot_tile<T, W, 1, C>(wp, x, n, acc);
     for (int c = 0; c < C; c++) out[c * ldout + r] = sum(acc[0][c]);
   }
 }
 
 // The same for rows of x that one tile holds: the weights pass once, and those wanted some tiles later are on their way
-// (one row of x against long weight rows is left to the hardware's own foresight, which does better there).
-template <class T, int C>
-static void dot_stream(const T *w, int64_t ldw, int64_t nw, const T *const *x, int64_t n, float *out, int64_t ldout,
-                       const T *next) {
-  const bool brief = n * (int64_t)sizeof(T) < 2048;
+// (one row of x against long weight rows is left to the hardware's own foresight, which does better there; not so with
+// rows of int8, which end sooner: asked for, they come at twice the speed).
+template <class T, class W, int C>
+static void dot_stream(const W *w, int64_t ldw, int64_t nw, const T *const *x, int64_t n, float *out, int64_t ldout,
+                       const W *next) {
+  const bool brief = n * (int64_t)sizeof(W) < 2048;
   const int64_t far = brief ? 8 : 4;  // rows
-  if (C == 1 && !brief) return dot_columns<T, C>(w, ldw, nw, x, n, out, ldout, nullptr);
+  if (C == 1 && !brief && sizeof(W) > 1) return dot_columns<T, W, C>(w, ldw, nw, x, n, out, ldout, nullptr);
   int64_t r = 0;
   for (; r + 4 <= nw; r += 4) {
-    const T *wp[4] = {w + r * ldw, w + (r + 1) * ldw, w + (r + 2) * ldw, w + (r + 3) * ldw};
-    const T *from = nullptr;
+    const W *wp[4] = {w + r * ldw, w + (r + 1) * ldw, w + (r + 2) * ldw, w + (r + 3) * ldw};
+    const W *from = nullptr;
     if (r + far + 4 <= nw) from = w + (r + far) * ldw;
     else if (next && r + far >= nw) from = next + (r + far - nw) * ldw;
     vf acc[4][C] = {};
     if (from) {
-      const T *ahead[4] = {from, from + ldw, from + 2 * ldw, from + 3 * ldw};
-      dot_tile<T, 4, C, 4>(wp, x, n, acc, ahead);
+      const W *ahead[4] = {from, from + ldw, from + 2 * ldw, from + 3 * ldw};
+      dot_tile<T, W, 4, C, 4>(wp, x, n, acc, ahead);
     } else {
-      dot_tile<T, 4, C>(wp, x, n, acc);
+      dot_tile<T, W, 4, C>(wp, x, n, acc);
     }
     for (int c = 0; c < C; c++) {
       f4 y = sum_each(acc[0][c], acc[1][c], acc[2][c], acc[3][c]);
       memcpy(out + c * ldout + r, &y, sizeof y);
     }
   }
-  if (r < nw) dot_columns<T, C>(w + r * ldw, ldw, nw - r, x, n, out + r, ldout, nullptr);
+  if (r < nw) dot_columns<T, W, C>(w + r * ldw, ldw, nw - r, x, n, out + r, ldout, nullptr);
 }
 
 // out[c * ldout + r] = w[r] . x[c] for nw weight rows and nx rows of x; next: weight rows that are wanted after these
-template <class T>
-static void dot_rows(const T *w, int64_t ldw, int64_t nw, const T *const *x, int64_t nx, int64_t n, float *out,
-                     int64_t ldout, const T *next = nullptr) {
+template <class T, class W>
+static void dot_rows(const W *w, int64_t ldw, int64_t nw, const T *const *x, int64_t nx, int64_t n, float *out,
+                     int64_t ldout, const W *next = nullptr) {
   if (nx <= kDotRows) {
-    if (nx == kDotRows) return dot_stream<T, kDotRows>(w, ldw, nw, x, n, out, ldout, next);
-    if (nx == 2) return dot_stream<T, 2>(w, ldw, nw, x, n, out, ldout, next);
-    if (nx == 1) return dot_stream<T, 1>(w, ldw, nw, x, n, out, ldout, next);
+    if (nx == kDotRows) return dot_stream<T, W, kDotRows>(w, ldw, nw, x, n, out, ldout, next);
+    if (nx == 2) return dot_stream<T, W, 2>(w, ldw, nw, x, n, out, ldout, next);
+    if (nx == 1) return dot_stream<T, W, 1>(w, ldw, nw, x, n, out, ldout, next);
     int64_t c = 0;
-    for (; c + 2 <= nx; c += 2) dot_columns<T, 2>(w, ldw, nw, x + c, n, out + c * ldout, ldout, nullptr);
-    if (c < nx) dot_columns<T, 1>(w, ldw, nw, x + c, n, out + c * ldout, ldout, nullptr);
+    for (; c + 2 <= nx; c += 2) dot_columns<T, W, 2>(w, ldw, nw, x + c, n, out + c * ldout, ldout, nullptr);
+    if (c < nx) dot_columns<T, W, 1>(w, ldw, nw, x + c, n, out + c * ldout, ldout, nullptr);
     return;
   }
   // Four weight rows at a time stay in the first cache for all rows of x, while the next four are on their way.
   int64_t tiles = ceil_div(nx, kDotRows);
   for (int64_t r = 0; r < nw; r += 4) {
     int64_t rows = imin(4, nw - r);
-    const T *after = r + 4 < nw ? w + (r + 4) * ldw : next;
+    const W *after = r + 4 < nw ? w + (r + 4) * ldw : next;
     for (int64_t t = 0; t < tiles; t++) {
       int64_t c = t * kDotRows, wanted = 4 * t / tiles, wanted_end = 4 * (t + 1) / tiles;
-      const T *ahead[2] = {after + wanted * ldw, after + imax(wanted_end - 1, wanted) * ldw};
-      const T *const *pa = after && wanted_end > wanted ? ahead : nullptr;
-      const T *from = w + r * ldw;
+      const W *ahead[2] = {after + wanted * ldw, after + imax(wanted_end - 1, wanted) * ldw};
+      const W *const *pa = after && wanted_end > wanted ? ahead : nullptr;
+      const W *from = w + r * ldw;
       float *to = out + c * ldout + r;
       if (c + kDotRows <= nx) {
-        dot_columns<T, kDotRows>(from, ldw, rows, x + c, n, to, ldout, pa);
+        dot_columns<T, W, kDotRows>(from, ldw, rows, x + c, n, to, ldout, pa);
         continue;
       }
-      for (; c + 2 <= nx; c += 2, to += 2 * ldout) dot_columns<T, 2>(from, ldw, rows, x + c, n, to, ldout, pa);
-      if (c < nx) dot_columns<T, 1>(from, ldw, rows, x + c, n, to, ldout, pa);
+      for (; c + 2 <= nx; c += 2, to += 2 * ldout) dot_columns<T, W, 2>(from, ldw, rows, x + c, n, to, ldout, pa);
+      if (c < nx) dot_columns<T, W, 1>(from, ldw, rows, x + c, n, to, ldout, pa);
     }
   }
 }
 
-template <class T, int P>
-static void pairs_into(const T *w, int64_t ldw, const T *const *h, int64_t f, float *const *y, int64_t nx,
-                       int64_t cols, const T *ahead) {
+template <class T, class W, int P>
+static void pairs_into(const W *w, int64_t ldw, const T *const *h, int64_t f, float *const *y, int64_t nx,
+                       int64_t cols, const W *ahead) {
   for (int64_t j = 0; j < cols; j += kPairCols) {
     Pair<T> pair[P];
     for (int p = 0; ahead && p < 2 * P; p++) __builtin_prefetch(ahead + p * ldw + j);
@@ -221,19 +237,19 @@ static void pairs_into(const T *w, int64_t ldw, const T *const *h, int64_t f, fl
 
 // y[m][j] += sum over f < nf of h[m][f] * w[f][j] for j < cols; y in the order of Pair, padded to kPairCols; next: the
 // weight rows that are wanted after these
-template <class T>
-static void sum_rows(const T *w, int64_t ldw, int64_t nf, const T *const *h, float *const *y, int64_t nx,
-                     int64_t cols, const T *next = nullptr) {
+template <class T, class W>
+static void sum_rows(const W *w, int64_t ldw, int64_t nf, const T *const *h, float *const *y, int64_t nx,
+                     int64_t cols, const W *next = nullptr) {
   constexpr int P = Pair<T>::batch;
   int64_t f = 0;
   for (; f + 2 * P <= nf; f += 2 * P) {
-    const T *now = w + f * ldw;
-    pairs_into<T, P>(now, ldw, h, f, y, nx, cols, f + 4 * P <= nf ? now + 2 * P * ldw : next);
+    const W *now = w + f * ldw;
+    pairs_into<T, W, P>(now, ldw, h, f, y, nx, cols, f + 4 * P <= nf ? now + 2 * P * ldw : next);
   }
-  for (; f + 2 <= nf; f += 2) pairs_into<T, 1>(w + f * ldw, ldw, h, f, y, nx, cols, nullptr);
+  for (; f + 2 <= nf; f += 2) pairs_into<T, W, 1>(w + f * ldw, ldw, h, f, y, nx, cols, nullptr);
   if (f < nf) {
     for (int64_t j = 0; j < cols; j += kPairCols) {
-      Pair<T> pair = Pair<T>::getn(w + f * ldw + j, nullptr, imin(kPairCols, cols - j));
+      Pair<T> pair = Pair<T>::getn(w + f * ldw + j, (const W *)nullptr, imin(kPairCols, cols - j));
       for (int64_t m = 0; m < nx; m++) {
         vf y0 = load(y[m] + j), y1 = load(y[m] + j + kLanes);
         Pair<T>::template add<false>(pair, h[m] + f, y0, y1);
@@ -246,16 +262,16 @@ static void sum_rows(const T *w, int64_t ldw, int64_t nf, const T *const *h, flo
 
 // The same for whole weight rows, which lie in memory one after the other: they are asked for in that order, a fixed
 // way ahead, which memory serves a third faster than several rows at a time.
-template <class T, int P>
-static void pairs_stream(const T *w, int64_t ldw, const T *const *h, int64_t f, float *const *y, int64_t nx,
-                         int64_t cols, const T *ahead) {
-  constexpr int64_t bytes = 2 * P * kPairCols * sizeof(T);
+template <class T, class W, int P>
+static void pairs_stream(const W *w, int64_t ldw, const T *const *h, int64_t f, float *const *y, int64_t nx,
+                         int64_t cols, const W *ahead) {
+  constexpr int64_t bytes = 2 * P * kPairCols * sizeof(W);
   const char *line = (const char *)ahead;
   for (int64_t j = 0; j < cols; j += kPairCols, line += bytes) {
     Pair<T> pair[P];
     for (int64_t i = 0; ahead && i < bytes; i += 64) __builtin_prefetch(line + i);
     for (int p = 0; p < P; p++) {
-      const T *a = w + 2 * p * ldw + j;
+      const W *a = w + 2 * p * ldw + j;
       pair[p] = j + kPairCols <= cols ? Pair<T>::get(a, a + ldw) : Pair<T>::getn(a, a + ldw, cols - j);
     }
     for (int64_t m = 0; m < nx; m++) {
@@ -267,19 +283,19 @@ static void pairs_stream(const T *w, int64_t ldw, const T *const *h, int64_t f, 
   }
 }
 
-template <class T>
-static void sum_stream(const T *w, int64_t ldw, int64_t nf, const T *const *h, float *const *y, int64_t nx,
-                       int64_t cols, const T *next) {
+template <class T, class W>
+static void sum_stream(const W *w, int64_t ldw, int64_t nf, const T *const *h, float *const *y, int64_t nx,
+                       int64_t cols, const W *next) {
   constexpr int P = Pair<T>::batch;
-  const int64_t step = nx == 1 ? 2 : 2 * P, end = nf * ldw, far = (nx == 1 ? 8192 : 16384) / (int64_t)sizeof(T);
+  const int64_t step = nx == 1 ? 2 : 2 * P, end = nf * ldw, far = (nx == 1 ? 8192 : 16384) / (int64_t)sizeof(W);
   int64_t f = 0;
   for (; f + step <= nf; f += step) {
     int64_t at = f * ldw + far;
-    const T *ahead = at < end ? w + at : next ? next + (at - end) : nullptr;
+    const W *ahead = at < end ? w + at : next ? next + (at - end) : nullptr;
     if (nx == 1) {
-      pairs_stream<T, 1>(w + f * ldw, ldw, h, f, y, nx, cols, ahead);
+      pairs_stream<T, W, 1>(w + f * ldw, ldw, h, f, y, nx, cols, ahead);
     } else {
-      pairs_stream<T, P>(w + f * ldw, ldw, h, f, y, nx, cols, ahead);
+      pairs_stream<T, W, P>(w + f * ldw, ldw, h, f, y, nx, cols, ahead);
     }
   }
   const T *rest[kFewRows];

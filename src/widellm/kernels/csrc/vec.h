@@ -27,6 +27,7 @@ typedef float vf __attribute__((vector_size(4 * kLanes)));
 typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));
+typedef int8_t vc __attribute__((vector_size(kLanes)));
 typedef float f4 __attribute__((vector_size(16)));
 typedef int32_t i4 __attribute__((vector_size(16)));
 
@@ -47,6 +48,18 @@ WIDE_INLINE vf load(const bf16 *p) {
   return (vf)(__builtin_convertvector(h, vu) << 16);
 }
 
+WIDE_INLINE vf load(const int8_t *p) {
+#if defined(WIDELLM_AVX512)
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif defined(WIDELLM_AVX2)
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#else
+  vc c;
+  memcpy(&c, p, sizeof c);
+  return __builtin_convertvector(c, vf);
+#endif
+}
+
 WIDE_INLINE void store(bf16 *p, vf a) {  // round to nearest, ties to even; NaN stays NaN
 #if defined(WIDELLM_AVX512)
   __m256bh h = _mm512_cvtneps_pbh((__m512)a);
@@ -64,6 +77,9 @@ WIDE_INLINE void store(bf16 *p, vf a) {  // round to nearest, ties to even; NaN 
 WIDE_INLINE vf loadn(const float *p, int64_t n) { return (vf)_mm512_maskz_loadu_ps((1u << n) - 1u, p); }
 WIDE_INLINE vf loadn(const bf16 *p, int64_t n) {
   return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((1u << n) - 1u, p)), 16);
+}
+WIDE_INLINE vf loadn(const int8_t *p, int64_t n) {
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8((__mmask16)((1u << n) - 1u), p)));
 }
 WIDE_INLINE void storen(float *p, vf a, int64_t n) { _mm512_mask_storeu_ps(p, (1u << n) - 1u, (__m512)a); }
 WIDE_INLINE void storen(bf16 *p, vf a, int64_t n) {
@@ -83,6 +99,7 @@ template <class T> WIDE_INLINE void storen(T *p, vf a, int64_t n) {
 #endif
 
 WIDE_INLINE float to_float(float a) { return a; }
+WIDE_INLINE float to_float(int8_t a) { return a; }
 WIDE_INLINE float to_float(bf16 a) {
   uint32_t u = (uint32_t)a.bits << 16;
   float r;
