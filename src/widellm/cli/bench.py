@@ -34,8 +34,8 @@ def bench(
     engines: Annotated[
         str | None,
         typer.Option(
-            help="Models: widellm, transformers, llama.cpp; only when named: torch.compile, which takes some minutes more, "
-            "widellm-int8 and torchao-int8."
+            help="Models: widellm, transformers, llama.cpp; only when named: torch.compile (takes some minutes more), "
+            "widellm-int8, torchao-int8."
         ),
     ] = None,
     phases: Annotated[
