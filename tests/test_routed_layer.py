@@ -86,6 +86,22 @@ def test_what_the_native_layer_cannot_do_goes_the_old_way() -> None:
     assert model.model.layers[0]._native[-1].fused is None and len(seen) == 1  # somebody looks inside: modules run
 
 
+@pytest.mark.parametrize(
+    "place", ["self_attn", "self_attn.o_proj", "mlp", "input_layernorm", "self_attn.q_proj.router"]
+)
+def test_a_hook_put_in_after_the_first_native_call_is_called(place: str) -> None:
+    model = tiny_model("llama")
+    route(model)
+    ids, seen = torch.tensor([[5, 6]]), []
+    with torch.no_grad():
+        model.generate(ids, max_new_tokens=4, do_sample=False)
+        assert used_natively(model)
+        for layer in model.model.layers:
+            layer.get_submodule(place).register_forward_hook(lambda module, args, out: seen.append(module))
+        model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert len(seen) == 4 * len(model.model.layers)
+
+
 @pytest.mark.parametrize("regroup", [True, False])
 def test_budget_one_is_dense(regroup: bool) -> None:
     model, dense = tiny_model("llama"), tiny_model("llama")

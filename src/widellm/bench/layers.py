@@ -76,11 +76,19 @@ class _Layer:
 
 
 def _row(
-    op: str, s: ModelShape, sizes: str, rows: int, density: float, masks: str, took: Timing, dense: dict[str, Timing]
+    op: str,
+    s: ModelShape,
+    sizes: str,
+    rows: int,
+    density: float,
+    kept: float,
+    masks: str,
+    took: Timing,
+    dense: dict[str, Timing],
 ) -> OpRow:
     best = min(dense, key=lambda name: dense[name].ms)
     return OpRow(
-        op, s.name, sizes, rows, density, density, masks, "cpu", best, took.ms, dense[best].ms, took.spread,
+        op, s.name, sizes, rows, density, kept, masks, "cpu", best, took.ms, dense[best].ms, took.spread,
         dense[best].spread,
     )  # fmt: skip
 
@@ -99,7 +107,10 @@ def layer_rows(
     routers = (random_router(s.hidden, s.heads), random_router(s.hidden, s.inner // s.ffn_group))
     for router in routers:
         router.up.zero_()
+    # routable work of a head and of a group of channels: q and o; gate, up and down
+    costs = (2 * s.head_dim, 3 * s.ffn_group)
     for count in few:
+        kept: dict[float, float] = {}
         x, (k, v) = noise(count, 1, s.hidden, dtype=dtype, scale=1.0), layer.cache(count, LAYER_KEYS)
         calls: dict[str, Call] = {"torch": lambda x=x, k=k, v=v: layer.torch_call(x[:, 0], k, v)}  # type: ignore[misc]
         for density in (None, *densities):
@@ -108,6 +119,11 @@ def layer_rows(
                 router.up.zero_()
                 if density is not None:
                     router.bias.copy_(random_mask(1, router.bias.numel(), density)[0].float() - 0.5)
+            if density is not None:
+                work = [router.bias.numel() * cost for router, cost in zip(own, costs, strict=True)]
+                kept[density] = sum(
+                    float((r.bias > 0).float().mean()) * w for r, w in zip(own, work, strict=True)
+                ) / sum(work)
             fused = layer.fused((own[0], own[1]))
             fused.set_thresholds(*((None, None) if density is None else (0.0, 0.0)))
             calls["cpu" if density is None else f"routed {density}"] = _step(fused, x, k, v)
@@ -116,7 +132,8 @@ def layer_rows(
         for density in densities:
             masks = "random" if count == 1 else "shared"
             took = times[f"routed {density}"]
-            yield _row("layer", s, f"{s.hidden} keys {LAYER_KEYS}", count, density, masks, took, dense)
+            sizes = f"{s.hidden} keys {LAYER_KEYS}"
+            yield _row("layer", s, sizes, count, density, kept[density], masks, took, dense)
 
 
 def _step(fused: FusedLayer, x: Tensor, k: Tensor, v: Tensor) -> Call:
@@ -141,11 +158,14 @@ def step_rows(
     k, v = layer.cache(1, STEP_KEYS)
     ffn = random_router(s.hidden, s.inner // s.ffn_group)
 
-    def native(keep: Tensor | None) -> Call:
+    shares: dict[str, float] = {}
+
+    def native(keep: Tensor | None, name: str = "") -> Call:
         router = random_router(s.hidden, s.heads)
         router.up.zero_()
         if keep is not None:
             router.bias.copy_(keep.float() - 0.5)
+            shares[name] = float(keep.float().mean())
         fused = layer.fused((router, ffn))
         fused.set_thresholds(None if keep is None else 0.0, None)
         return lambda: fused.step(x, None, None, k, v, ffn=False)
@@ -155,15 +175,17 @@ def step_rows(
         "cpu": native(None),
     }
     for density in densities:
-        calls[f"random {density}"] = native(random_mask(1, s.heads, density)[0])
-        groups = random_mask(1, s.kv_heads, density)[0]
-        calls[f"kv_groups {density}"] = native(groups.repeat_interleave(s.heads // s.kv_heads))
+        heads, groups = random_mask(1, s.heads, density)[0], random_mask(1, s.kv_heads, density)[0]
+        whole = groups.repeat_interleave(s.heads // s.kv_heads)
+        for name, keep in ((f"random {density}", heads), (f"kv_groups {density}", whole)):
+            calls[name] = native(keep, name)
     times = alternate(calls, max(rounds, 7))
     dense = {name: times[name] for name in ("torch", "cpu")}
     sizes = f"H{s.heads} K{s.kv_heads} keys {STEP_KEYS}"
     for density in densities:
         for masks in ("random", "kv_groups"):
-            yield _row("attention_step", s, sizes, 1, density, masks, times[f"{masks} {density}"], dense)
+            name = f"{masks} {density}"
+            yield _row("attention_step", s, sizes, 1, density, shares[name], masks, times[name], dense)
 
 
 def router_rows(s: ModelShape, dtype: torch.dtype, rows: Sequence[int], rounds: int) -> Iterator[OpRow]:
@@ -182,7 +204,7 @@ def router_rows(s: ModelShape, dtype: torch.dtype, rows: Sequence[int], rounds: 
             full.set_thresholds(-1e30, -1e30)
             calls = {"cpu": _step(bare, x[:, None], k, v), "with": _step(full, x[:, None], k, v)}
             times = alternate(calls, max(rounds, 7))
-            yield _row("router", s, f"{s.hidden}", count, 1.0, "random", times["with"], {"cpu": times["cpu"]})
+            yield _row("router", s, f"{s.hidden}", count, 1.0, 1.0, "random", times["with"], {"cpu": times["cpu"]})
             continue
 
         def linears(x: Tensor = x) -> Tensor:
@@ -196,7 +218,7 @@ def router_rows(s: ModelShape, dtype: torch.dtype, rows: Sequence[int], rounds: 
         times = alternate({"torch": linears, "routers": routing}, rounds)
         dense, extra = times["torch"], times["routers"]
         both = Timing(dense.ms + extra.ms, dense.spread)
-        yield _row("router", s, f"{s.hidden}", count, 1.0, "random", both, {"torch": dense})
+        yield _row("router", s, f"{s.hidden}", count, 1.0, 1.0, "random", both, {"torch": dense})
 
 
 def interleaved_rows(s: ModelShape, dtype: torch.dtype, rows: Sequence[int], rounds: int) -> Iterator[OpRow]:
@@ -222,4 +244,4 @@ def interleaved_rows(s: ModelShape, dtype: torch.dtype, rows: Sequence[int], rou
         }
         times = alternate(calls, max(rounds, 5), limit=2.0)
         pair, apart = (Timing(times[name].ms / 4, times[name].spread) for name in ("pair", "apart"))
-        yield _row("interleaved", s, f"{s.hidden}x{s.inner}", count, 0.5, "random", pair, {"cpu": apart})
+        yield _row("interleaved", s, f"{s.hidden}x{s.inner}", count, 0.5, 0.5, "random", pair, {"cpu": apart})

@@ -150,7 +150,7 @@ class RoutedLayer:
             return False
         if not all(part is None or _is_readable(part) for part in modules.mlp._parts[:3]):  # adapters put in since
             return False
-        if binding.stale():
+        if not binding.unchanged():
             if hidden.dtype not in cpu.NATIVE_TYPES or obstacle(modules) is not None:
                 return False
             for part in (modules.o_proj, modules.down_proj):
@@ -163,7 +163,8 @@ class RoutedLayer:
             moving = [m for m in maps_of(modules) if linears.int8(m) is not None] or [modules.q_proj, modules.up_proj]
             binding.sources = [(m, linears.address(m)) for m in moving]
             binding.setting = None
-            homes = [m._modules for m in (modules.attention, modules.mlp) if m is not None]
+            inside = (modules.layer, modules.attention, modules.mlp, modules.q_proj)
+            homes = [m._modules for m in inside if m is not None]
             binding.parts = [(home, name, child) for home in homes for name, child in home.items() if child is not None]
         return True
 
@@ -242,8 +243,10 @@ def obstacle(modules: LayerModules) -> str | None:
             return f"{name} is a {dense_class(module).__name__}, or has hooks: only plain linears are bound"
     if any(p.is_meta for p in modules.layer.parameters()):
         return "its weights are offloaded"
-    if any(m._forward_hooks or m._forward_pre_hooks for m in modules.layer.modules() if m is not modules.layer):
-        return "a module inside has hooks, which a native layer would not call"
+    for module in modules.layer.modules():
+        hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+        if hooked and module is not modules.layer:
+            return "a module inside has hooks or a forward of its own, which a native layer would not call"
     return None
 
 
