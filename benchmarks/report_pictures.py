@@ -1,6 +1,6 @@
-"""The README's pictures, from the report's own code on the embedded model.
+"""Pictures for the documentation, from the report's own code on the embedded model.
 
-    python benchmarks/readme_picture.py DIR [--out docs/images]
+    python benchmarks/report_pictures.py DIR [--out docs/images]
 
 DIR is what `widellm demo` or `widellm prune smollm2-135m --out DIR` wrote. Makes OUT/atlas.png (a passage, each token
 tinted by the work it spends) and the figures named in PICTURES, which are about Python's own documentation, the part
