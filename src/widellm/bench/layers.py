@@ -120,10 +120,8 @@ def layer_rows(
                 if density is not None:
                     router.bias.copy_(random_mask(1, router.bias.numel(), density)[0].float() - 0.5)
             if density is not None:
-                work = [router.bias.numel() * cost for router, cost in zip(own, costs, strict=True)]
-                kept[density] = sum(
-                    float((r.bias > 0).float().mean()) * w for r, w in zip(own, work, strict=True)
-                ) / sum(work)
+                spent = sum(int((r.bias > 0).sum()) * cost for r, cost in zip(own, costs, strict=True))
+                kept[density] = spent / sum(r.bias.numel() * cost for r, cost in zip(own, costs, strict=True))
             fused = layer.fused((own[0], own[1]))
             fused.set_thresholds(*((None, None) if density is None else (0.0, 0.0)))
             calls["cpu" if density is None else f"routed {density}"] = _step(fused, x, k, v)

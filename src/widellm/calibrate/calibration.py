@@ -35,7 +35,7 @@ from widellm.modeling.linears import matrix
 from widellm.modeling.width_file import fingerprint_of
 from widellm.progress import Progress, no_progress
 from widellm.provenance import versions
-from widellm.sources.texts import windows_digest
+from widellm.sources.texts import context_of, windows_digest
 
 DENSE_SHARE, ROUTED_SHARE = 0.375, 0.25
 """Shares of the windows: curvature and first fit read the first, the second fit the next; the rest is for balance and
@@ -106,7 +106,7 @@ def calibrate(
     cuts = [max(2, int(len(windows) * share)) for share in (DENSE_SHARE, ROUTED_SHARE)]
     dense, routed = torch.split(windows[: sum(cuts)], cuts)
     rest = windows[sum(cuts) :]
-    context = getattr(model.config, "max_position_embeddings", None) or STEP_TOKENS  # learned positions end there
+    context = context_of(model) or STEP_TOKENS  # learned positions end there
     pieces = rest.flatten().split(min(STEP_TOKENS, context))
     steps = torch.stack([piece for piece in pieces if len(piece) == len(pieces[0])][:MOST_STEPS])
     probes = rest[: max(2, DIAL_PROBE_TOKENS // windows.shape[1])]

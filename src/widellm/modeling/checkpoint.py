@@ -212,7 +212,7 @@ def load_any(
         raise ConfigError(f"{name} is a dense model and has no budget: run widellm prune first, or leave --budget out")
     if base is not None:
         raise ConfigError(f"{name} is a dense model: leave the base out")
-    dense = load_dense(name, dtype=dtype)
+    dense = load_dense(str(folder), dtype=dtype)
     return dense.model, dense.tokenizer
 
 

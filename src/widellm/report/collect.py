@@ -20,7 +20,7 @@ from widellm.report.extras import read_bench, read_compare
 from widellm.report.findings import findings
 from widellm.report.tokens import KINDS_OF_TOKEN, Tokens, tokenise
 from widellm.routing.budget import WorkCounter, routable_share
-from widellm.sources.texts import PYTHON_DOCS, read_text, read_texts, token_windows
+from widellm.sources.texts import PYTHON_DOCS, context_of, read_text, read_texts, token_windows
 
 FORMAT = 1
 MAX_TOKENS = 1024
@@ -68,7 +68,7 @@ def collect(
     bench_rows = None if bench is None else read_bench(bench, names)
     compare_rows = None if compare is None else read_compare(compare, names)
 
-    context = int(getattr(model.config, "max_position_embeddings", 0) or 0) or MAX_TOKENS
+    context = context_of(model) or MAX_TOKENS
     if tokens is not None and tokens > context:
         raise ConfigError(f"--tokens {tokens} is more than the model's context of {context}: ask for fewer")
     shown = min(tokens or (DEFAULT_TOKENS if text is None else MAX_TOKENS), context)
@@ -201,7 +201,7 @@ def _means(shares: Tensor, by_kind: dict[str, Tensor], places: list[int]) -> dic
 
 def _windows(ids: list[int], model: Any) -> Tensor:
     """ids in windows of CURVE_WINDOW (or the model's context, or the text, where shorter); the rest is dropped."""
-    context = int(getattr(model.config, "max_position_embeddings", 0) or 0) or CURVE_WINDOW
+    context = context_of(model) or CURVE_WINDOW
     window = min(CURVE_WINDOW, context, len(ids))
     count = len(ids) // window
     return torch.tensor(ids[: count * window], dtype=torch.long).view(count, window)

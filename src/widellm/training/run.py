@@ -17,13 +17,13 @@ from widellm.calibrate.calibration import DIAL_PROBE_TOKENS, DIAL_TOKENS, peak_m
 from widellm.calibrate.dial import measure_dial
 from widellm.errors import ConfigError, WidellmError
 from widellm.files import check_new_directory
-from widellm.modeling.attach import Width, set_budget, set_dial, width_of
-from widellm.modeling.checkpoint import WEIGHTS_FILE, is_routed_directory, load, read_width, save
+from widellm.modeling.attach import Width, is_attached, set_budget, set_dial, width_of
+from widellm.modeling.checkpoint import WEIGHTS_FILE, is_routed_directory, load_any, read_width, save
 from widellm.optional import require
 from widellm.progress import Progress, no_progress
 from widellm.provenance import versions
-from widellm.sources.models import load_dense, local_directory
-from widellm.sources.texts import check_window, window_record, windows_digest
+from widellm.sources.models import local_directory
+from widellm.sources.texts import check_window, context_of, window_record, windows_digest
 from widellm.training import checkpoints
 from widellm.training.data import as_windows, collate, packed_dataset, streamed_dataset
 from widellm.training.lora import add_lora, merge_lora
@@ -165,12 +165,10 @@ def describe(directory: str, settings: Settings, held_out: Tensor) -> dict[str, 
 
 
 def _read(directory: str) -> tuple[Any, Any]:
-    folder = local_directory(directory)
-    if is_routed_directory(folder):
-        return load(folder, budget=1.0)
-    dense = load_dense(directory)
-    dense.model.name_or_path = dense.source
-    return dense.model, dense.tokenizer
+    model, tokenizer = load_any(directory, budget=1.0)
+    if not is_attached(model):
+        model.name_or_path = directory
+    return model, tokenizer
 
 
 def _build(model: Any, settings: Settings, sample: Tensor) -> Width:
@@ -250,7 +248,7 @@ def _finish(model: Any, sample: Tensor, settings: Settings, result: TrainResult,
     merge_lora(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    shown = _long_windows(sample, getattr(model.config, "max_position_embeddings", DIAL_WINDOW))
+    shown = _long_windows(sample, context_of(model) or DIAL_WINDOW)
     probes = shown[: max(2, DIAL_PROBE_TOKENS // shown.shape[1])]
     width = width_of(model)
     width.dial = None

@@ -283,7 +283,7 @@ template <class T, class W> struct FewOuter {
         int64_t g = kept.groups[i];
         Picked rows_of(kept.rows[g]);
         const T *hs[kFewRows];
-      const W *from = w + g * size * ldw + begin;
+        const W *from = w + g * size * ldw + begin;
         float *ys[kFewRows];
         for (int64_t f = 0; f < size; f += kNear) {
           int64_t depth = imin(kNear, size - f);
