@@ -48,11 +48,7 @@ template <class T> struct ManyAttention {
         pack_rows<T>(some ? k + i * a.k_token : k, a.k_token, some, a.head_dim,
                      keys + u * key_floats + i / kNr * kNr * units + i % kNr);
       }
-      for (int64_t i = 0; i < width; i += kLanes) {
-        int64_t some = imin(imax(a.head_dim - i, 0), kLanes);
-        Columns<T, T>::pack(some ? v + i : v, a.v_token, some, n,
-                            values + u * value_floats + i / kNr * kNr * (kKeyBlock / per) + i % kNr);
-      }
+      Columns<T, T>::pack(v, a.v_token, a.head_dim, n, values + u * value_floats, kNr * (kKeyBlock / per));
     }
   }
 
@@ -114,7 +110,7 @@ template <class T> struct ManyAttention {
       int64_t some = imin(kMr, hi - i);
       for (int64_t panel = 0; panel < kKeyBlock; panel += kNr) {
         for (int64_t r = 0; r < some; r++) c[r] = scores + (base + i + r) * kKeyBlock + panel;
-        tile_of(some, qs + i, key_panels + panel * units, units, c, true);
+        tile_of(some, qs + i, {1, {key_panels + panel * units}, {0}}, units, c, true);
       }
       for (int64_t r = 0; r < some; r++) {
         Query &query = pairs[i + r];
@@ -128,7 +124,7 @@ template <class T> struct ManyAttention {
           ps[r] = p + (base + i + r) * kKeyBlock;
           c[r] = y + (base + i + r) * width + panel;
         }
-        tile_of(some, ps, value_panels + panel * (kKeyBlock / per), ceil_div(count, per), c, false);
+        tile_of(some, ps, {1, {value_panels + panel * (kKeyBlock / per)}, {0}}, ceil_div(count, per), c, false);
       }
     }
   }

@@ -38,36 +38,48 @@ WIDE_INLINE vf multiply_unit(const bf16 *a, vf b, vf c) {
 }
 #endif
 
-// c[r][:kNr] (+)= a[r][: units] . panel
+// What a tile sums, in this order: the left operand's units from at[i] on, times panel[i].
+constexpr int kMaxTerms = 8;
+struct Terms {
+  int count;
+  const float *panel[kMaxTerms];
+  int64_t at[kMaxTerms];
+};
+
+// c[r][:kNr] (+)= sum over the terms of a[r][at : at + units] . panel
 template <class A, int R>
-static void tile(const A *const *a, const float *panel, int64_t units, float *const *c, bool fresh) {
+static void tile(const A *const *a, const Terms &terms, int64_t units, float *const *c, bool fresh) {
   constexpr int per = sizeof(float) / sizeof(A);
-  const A *ap[R];
   vf acc[R][kNv];
-  for (int r = 0; r < R; r++) ap[r] = a[r];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < kNv; v++) acc[r][v] = fresh ? vf{} : load(c[r] + v * kLanes);
-  for (int64_t k = 0; k < units; k++) {
-    vf b[kNv];
-    for (int v = 0; v < kNv; v++) b[v] = load(panel + v * kLanes);
-    panel += kNr;
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < kNv; v++) acc[r][v] = multiply_unit(ap[r] + k * per, b[v], acc[r][v]);
+  for (int i = 0; i < terms.count; i++) {
+    const A *ap[R];
+    const float *panel = terms.panel[i];
+    for (int r = 0; r < R; r++) ap[r] = a[r] + terms.at[i];
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < units; k++) {
+      vf b[kNv];
+      for (int v = 0; v < kNv; v++) b[v] = load(panel + v * kLanes);
+      panel += kNr;
+      for (int r = 0; r < R; r++)
+        for (int v = 0; v < kNv; v++) acc[r][v] = multiply_unit(ap[r] + k * per, b[v], acc[r][v]);
+    }
   }
   for (int r = 0; r < R; r++)
     for (int v = 0; v < kNv; v++) store(c[r] + v * kLanes, acc[r][v]);
 }
 
 template <class A>
-static void tile_of(int64_t rows, const A *const *a, const float *panel, int64_t units, float *const *c, bool fresh) {
+static void tile_of(int64_t rows, const A *const *a, const Terms &terms, int64_t units, float *const *c, bool fresh) {
   switch (rows) {
-    case 1: return tile<A, 1>(a, panel, units, c, fresh);
-    case 2: return tile<A, 2>(a, panel, units, c, fresh);
-    case 3: return tile<A, 3>(a, panel, units, c, fresh);
-    case 4: return tile<A, 4>(a, panel, units, c, fresh);
+    case 1: return tile<A, 1>(a, terms, units, c, fresh);
+    case 2: return tile<A, 2>(a, terms, units, c, fresh);
+    case 3: return tile<A, 3>(a, terms, units, c, fresh);
+    case 4: return tile<A, 4>(a, terms, units, c, fresh);
 #if defined(WIDELLM_AVX512) || defined(WIDELLM_AVX2)
-    case 5: return tile<A, 5>(a, panel, units, c, fresh);
-    case 6: return tile<A, 6>(a, panel, units, c, fresh);
+    case 5: return tile<A, 5>(a, terms, units, c, fresh);
+    case 6: return tile<A, 6>(a, terms, units, c, fresh);
 #endif
   }
 }
@@ -136,20 +148,51 @@ template <class T, class W> static void pack_rows(const W *w, int64_t ldw, int64
 #endif
 }
 
-// The same for weights stored input-major: w[k] is input k's row, of which columns are taken.
+// The same for weights stored input-major, and for several panels, ldpanel floats apart: w[k] is input k's row, of which
+// columns are taken. A row is read from end to end, and those that come soon are asked for: rows lie apart, often by a
+// power of two, so neither the hardware's foresight nor a cache holds them for long.
+constexpr int64_t kPackAhead = 6;  // rows
+
 template <class T, class W> struct Columns {
-  static void pack(const W *w, int64_t ldw, int64_t columns, int64_t n, float *panel) {
-    for (int64_t k = 0; k < n; k++) store(panel + k * kNr, loadn(w + k * ldw, columns));
+  static void pack(const W *w, int64_t ldw, int64_t columns, int64_t n, float *panel, int64_t ldpanel) {
+    for (int64_t k = 0; k < n; k++)
+      for (int64_t i = 0; i < round_up(columns, kNr); i += kLanes) {
+        int64_t left = imax(imin(columns - i, kLanes), 0);
+        __builtin_prefetch(w + (k + kPackAhead) * ldw + i);
+        store(panel + i / kNr * ldpanel + k * kNr + i % kNr, loadn(left ? w + k * ldw + i : w, left));
+      }
   }
 };
 
 #if defined(WIDELLM_AVX512)
 template <class W> struct Columns<bf16, W> {  // pairs of rows, as bf16
-  static void pack(const W *w, int64_t ldw, int64_t columns, int64_t n, float *panel) {
+  static void pack(const W *w, int64_t ldw, int64_t columns, int64_t n, float *panel, int64_t ldpanel) {
+    const __m512i odd = _mm512_set1_epi32(0x00200000);  // a word of the second row beside each of the first
+    const __m512i low = _mm512_add_epi32(
+        _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                           _mm512_set1_epi32(0x00010001)), odd);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(0x00100010));
     for (int64_t k = 0; k < n; k += 2) {
-      __m512i a = (__m512i)loadn(w + k * ldw, columns), b = _mm512_setzero_si512();
-      if (k + 1 < n) b = (__m512i)loadn(w + (k + 1) * ldw, columns);
-      _mm512_store_si512(panel + k / 2 * kNr, _mm512_or_si512(_mm512_srli_epi32(a, 16), b));
+      const W *a = w + k * ldw, *b = a + ldw;
+      const bool pair = k + 1 < n;
+      for (int64_t p = 0, i = 0; i < columns; p++, i += kNr) {
+        float *to = panel + p * ldpanel + k / 2 * kNr;
+        for (int64_t j = 0; j < kNr; j += 32) {
+          const int64_t left = imax(imin(columns - i - j, 32), 0);
+          __m512i first, second = _mm512_setzero_si512();
+          if (left == 32) {
+            __builtin_prefetch(a + kPackAhead * ldw + i + j);
+            __builtin_prefetch(b + kPackAhead * ldw + i + j);
+            first = load32(a + i + j);
+            if (pair) second = load32(b + i + j);
+          } else {
+            first = loadn32(left ? a + i + j : w, left);
+            if (pair) second = loadn32(left ? b + i + j : w, left);
+          }
+          _mm512_store_si512(to + j, _mm512_permutex2var_epi16(first, low, second));
+          _mm512_store_si512(to + j + kLanes, _mm512_permutex2var_epi16(first, high, second));
+        }
+      }
     }
   }
 };

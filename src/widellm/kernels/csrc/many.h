@@ -1,16 +1,14 @@
-// Many rows (prefill) of routed_ffn, routed_in and routed_out. For each group the rows that keep it are gathered by
-// pointer. Into a group: panels of gate and up columns, activation while the tile is warm. Out of the groups: column
-// panels of the output in float32, each owned by one thread, summed over the groups in order, rounded once.
+// Many rows (prefill): what routed_ffn, routed_in and routed_out share, and the maps into the groups. For each group the
+// rows that keep it are gathered by pointer and multiplied with panels of gate and up columns; activation while the
+// tile is warm. Maps out of the groups: many_out.h.
 #pragma once
 #include "few.h"
 #include "gemm.h"
 
 namespace {
 
-constexpr int64_t kBatchBytes = 4 << 20;   // of inner activations kept at a time
-constexpr int64_t kSumsNear = 128 << 10;   // floats: sums that stay in a core's cache
-constexpr int64_t kMaxStripe = 4;
-constexpr int64_t kPackRows = 8;
+constexpr int64_t kBatchBytes = 4 << 20;  // of inner activations kept at a time
+constexpr int64_t kApart = 32;            // of them between rows, which would share cache sets a power of two apart
 
 struct Plan {  // rows that keep each group: ids[start[g] .. start[g + 1])
   int64_t *start;
@@ -31,42 +29,36 @@ struct Plan {  // rows that keep each group: ids[start[g] .. start[g + 1])
     start[0] = 0;
   }
   int64_t count(int64_t g) const { return start[g + 1] - start[g]; }
-  // Rows of g before `row`: they ascend.
-  int64_t before(int64_t g, int64_t row) const {
-    int64_t lo = 0, hi = count(g);
-    while (lo < hi) {
-      int64_t middle = (lo + hi) / 2;
-      if (ids[start[g] + middle] < row) lo = middle + 1;
-      else hi = middle;
-    }
-    return lo;
-  }
 };
 
-// The groups that any row keeps, in order, cut into batches whose inner activations ([rows that keep it, row_size] for
-// each group) fit a limit. Batch b holds groups[begin[b] .. begin[b + 1]).
+// The groups that any row keeps, in order, cut into batches by what their inner activations take. A batch holds them as
+// [rows, its groups, row_size] with ld between rows; where a row drops a group there is a hole, neither written nor
+// read. Batch b holds groups[begin[b] .. begin[b + 1]).
 struct Batches {
-  int64_t count, *groups, *begin, *offset, limit, row_size;
-  void reserve(Scratch &s, int64_t n_groups, int64_t rows, int64_t size, int64_t most) {
+  int64_t count, *groups, *begin, *offset, row_size, most, ld;
+  void reserve(Scratch &s, int64_t n_groups, int64_t rows, int64_t size, int64_t most_of_them) {
     row_size = size;
-    limit = imax(most, rows * size);
+    most = most_of_them;
+    int64_t room = imin(imax(2 * most / (rows * size), 1), n_groups);
+    ld = room * size + kApart;
     groups = s.get<int64_t>(n_groups);
     begin = s.get<int64_t>(n_groups + 1);
     offset = s.get<int64_t>(n_groups);
   }
   void build(const Plan &plan, int64_t n_groups) {
-    int64_t kept = 0, used = 0;
+    int64_t kept = 0, used = 0, at = 0;
     count = 0;
     for (int64_t g = 0; g < n_groups; g++) {
       int64_t need = plan.count(g) * row_size;
       if (!need) continue;
-      if (kept == 0 || used + need > limit) {
+      if (kept == 0 || used + need > most || at + row_size > ld) {
         begin[count++] = kept;
-        used = 0;
+        used = at = 0;
       }
-      offset[kept] = used;
+      offset[kept] = at;
       groups[kept++] = g;
       used += need;
+      at += row_size;
     }
     if (kept == 0) begin[count++] = 0;  // one empty batch, which still writes the output
     begin[count] = kept;
@@ -150,7 +142,7 @@ template <class T, class W> struct ManyIn {  // x -> the columns of a group: [ac
           a[r] = x + (ids ? ids[i + r] : i + r) * lda + k;
           c[r] = sums + (i + r) * kNr;
         }
-        tile_of(some, a, panel, ceil_div(depth, Packed<T>::per), c, k == 0);
+        tile_of(some, a, {1, {panel}, {0}}, ceil_div(depth, Packed<T>::per), c, k == 0);
         if (!last) continue;
         for (int64_t r = 0; r < some; r++)
           for (int v = 0; v < vectors; v++) {
@@ -165,108 +157,6 @@ template <class T, class W> struct ManyIn {  // x -> the columns of a group: [ac
           }
       }
     }
-  }
-};
-
-template <class T, class W> struct ManyOut {  // sums[panel][row] += h[group] . w[group]
-  typedef typename Packed<T>::A A;
-  int64_t rows, outputs, size, units;  // units: of a group
-  const W *w;
-  int64_t ldw;
-  bool input_major;
-  const float *scale;  // null: 1
-  const T *bias;
-  T *out;
-  int64_t ldout;
-  float *sums;  // [panels, rows, kNr]
-
-  int64_t panels() const { return ceil_div(outputs, kNr); }
-  // Panels that a thread takes together: a weight row is then read in pieces worth a page walk, and the sums of all
-  // rows still fit a core's cache. Panels that would leave a thread idle at the end are cut by rows instead.
-  int64_t stripe() const { return imin(imax(kSumsNear / (rows * kNr), 1), kMaxStripe); }
-  struct Piece { int64_t first, panels; Range rows; };
-  int64_t even(int64_t threads) const { return panels() - panels() % threads; }
-  int64_t pieces(int64_t threads) const {
-    return ceil_div(even(threads), stripe()) + panels() % threads * threads;
-  }
-  Piece piece(int64_t i, int64_t threads) const {
-    int64_t stripes = ceil_div(even(threads), stripe());
-    if (i < stripes) return {i * stripe(), imin(stripe(), even(threads) - i * stripe()), {0, rows}};
-    int64_t part = (i - stripes) % threads;
-    return {even(threads) + (i - stripes) / threads, 1, {rows * part / threads, rows * (part + 1) / threads}};
-  }
-  static int64_t scratch(int64_t size) { return kMaxStripe * (size + 1) * kNr; }
-
-  void pack(int64_t g, int64_t column, int64_t count, float *panel) const {
-    if (input_major) {  // a pair of rows at a time, so that each is read once from end to end
-      for (int64_t k = 0; k < size; k += kPackRows)
-        for (int64_t i = 0; i < count * kNr; i += kLanes) {
-          int64_t at = column + i, n = imin(imax(outputs - at, 0), kLanes), depth = imin(kPackRows, size - k);
-          float *to = panel + i / kNr * units * kNr + k / Packed<T>::per * kNr + i % kNr;
-          Columns<T, W>::pack(n > 0 ? w + (g * size + k) * ldw + at : w, n > 0 ? ldw : 0, n, depth, to);
-        }
-      return;
-    }
-    for (int64_t i = 0; i < count * kNr; i += kLanes) {
-      int64_t at = column + i, n = imin(imax(outputs - at, 0), kLanes);
-      pack_rows<T>(n > 0 ? w + at * ldw + g * size : w, ldw, n, size, panel + i / kNr * units * kNr + i % kNr);
-    }
-  }
-  // next: the group that comes after g, or -1
-  void add(const Piece &piece, int64_t g, int64_t next, const A *h, const int32_t *ids, int64_t count,
-           float *panel) const {
-    int64_t first = piece.first, some_panels = piece.panels, column = first * kNr;
-    Ahead ahead;
-    pack(g, column, some_panels, panel);
-    if (next >= 0 && input_major)
-      ahead.want(w + next * size * ldw + column, ldw, size, imin(some_panels * kNr, outputs - column),
-                 some_panels * ceil_div(count, kMr));
-    for (int64_t p = 0; p < some_panels; p++) {
-      float *base = sums + (first + p) * rows * kNr;
-      for (int64_t i = 0; i < count; i += kMr) {
-        const A *a[kMr];
-        float *c[kMr];
-        int64_t some = imin(kMr, count - i);
-        for (int64_t r = 0; r < some; r++) {
-          a[r] = h + (i + r) * units * Packed<T>::per;
-          c[r] = base + ids[i + r] * kNr;
-        }
-        ahead.ask();
-        for (int64_t r = i + kMr; r < imin(i + 2 * kMr, count); r++)  // rows lie apart: nothing else foresees them
-          for (int v = 0; v < kNv; v++) __builtin_prefetch(base + ids[r] * kNr + v * kLanes, 1);
-        tile_of(some, a, panel + p * units * kNr, units, c, false);
-      }
-    }
-  }
-  // All pieces of one batch of groups.
-  void run(const Batches &batches, int64_t b, const Plan &plan, const A *h, Queue &queue, const Team &team,
-           float *panel) const {
-    for (int64_t p = queue.take(); p < pieces(team.threads); p = queue.take()) {
-      Piece now = piece(p, team.threads);
-      if (b == 0) clear(now);
-      for (int64_t i = batches.begin[b]; i < batches.begin[b + 1]; i++) {
-        int64_t g = batches.groups[i], next = i + 1 < batches.begin[b + 1] ? batches.groups[i + 1] : -1;
-        int64_t from = plan.before(g, now.rows.begin), to = plan.before(g, now.rows.end);
-        const A *rows_of = h + batches.offset[i] + from * batches.row_size;
-        if (from < to) add(now, g, next, rows_of, plan.ids + plan.start[g] + from, to - from, panel);
-      }
-      for (int64_t i = now.first; b + 1 == batches.count && i < now.first + now.panels; i++) finish(i, now.rows);
-    }
-  }
-  void clear(const Piece &piece) const {
-    for (int64_t p = piece.first; p < piece.first + piece.panels; p++)
-      memset(sums + (p * rows + piece.rows.begin) * kNr, 0,
-             (size_t)((piece.rows.end - piece.rows.begin) * kNr) * sizeof(float));
-  }
-  void finish(int64_t p, Range part) const {
-    for (int64_t m = part.begin; m < part.end; m++)
-      for (int64_t j = p * kNr; j < imin((p + 1) * kNr, outputs); j += kLanes) {
-        int64_t lanes = imin(kLanes, outputs - j);
-        vf a = load(sums + (p * rows + m) * kNr + j - p * kNr);
-        if (scale) a *= loadn(scale + j, lanes);
-        if (bias) a += loadn(bias + j, lanes);
-        storen(out + m * ldout + j, a, lanes);
-      }
   }
 };
 
