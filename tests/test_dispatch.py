@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from routing_helpers import route
+from routing_helpers import WAYS, route
 from tiny import tiny_model
 from widellm.bench.explain import explain, op_shapes
 from widellm.config import WidthConfig
@@ -191,9 +191,17 @@ def test_explain_shows_measured_times_once_tuned() -> None:
     assert str(cost_table.default_path()) in found["table"]
 
 
-@pytest.mark.parametrize("changes", [{"kinds": ("attention",)}, {"router_input": "residual"}])
-def test_explain_says_why_published_and_attention_only_models_decode_by_ops(changes: dict[str, Any]) -> None:
+@pytest.mark.skipif(not cpu.availability()[0], reason="the native library is not built")
+def test_explain_says_why_attention_only_models_decode_by_ops() -> None:
     model = tiny_model()
-    attach(model, WidthConfig("llama", 2, 1, 8, **changes))
-    if cpu.availability()[0]:
-        assert "native layer has attention and FFN routed" in explain(model)["layers"][0]["decode"][1]
+    attach(model, WidthConfig("llama", 2, 1, 8, kinds=("attention",)))
+    form, why = explain(model)["layers"][0]["decode"]
+    assert form == "ops" and "native layer has attention and FFN routed" in why
+
+
+@pytest.mark.skipif(not cpu.availability()[0], reason="the native library is not built")
+@pytest.mark.parametrize("way", WAYS)
+def test_explain_has_native_layers_whatever_routers_read_and_decide(way: str) -> None:
+    model = tiny_model()
+    route(model, **WAYS[way])
+    assert [layer["decode"][0] for layer in explain(model)["layers"]] == ["native layer"] * 2

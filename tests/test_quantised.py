@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, DynamicCache
 
 import widellm
-from routing_helpers import oracle_logits, route
+from routing_helpers import WAYS, oracle_logits, route
 from test_checkpoint import logits_of
 from tiny import tiny_model
 from tiny import tiny_tokenizer as make_tokenizer
@@ -196,7 +196,7 @@ def test_quantise_while_loading(tiny_checkpoint: Build, tmp_path: Path, ids: tor
         AutoModelForCausalLM.from_pretrained(tmp_path / "adapter", quantization_config=config)
 
 
-def int8_model(family: str = "llama", config: Any = None, **sizes: Any) -> Any:
+def int8_model(family: str = "llama", config: Any = None, way: str = "normed", **sizes: Any) -> Any:
     """A tiny model with int8 weights inside and routers on them."""
     pytest.importorskip("torchao")
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -204,7 +204,7 @@ def int8_model(family: str = "llama", config: Any = None, **sizes: Any) -> Any:
     model = tiny_model(family, **sizes)
     body = model.gpt_neox if family == "gpt_neox" else model.model
     quantize_(body, config or Int8WeightOnlyConfig())
-    route(model, regroup=False)
+    route(model, regroup=False, **WAYS[way])
     return model
 
 
@@ -220,10 +220,14 @@ def decoded(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 @needs_native
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma2", "gpt_neox"])
-def test_int8_decodes_natively_as_its_own_library_does(family: str, ids: torch.Tensor) -> None:
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [*((family, "normed") for family in ("llama", "qwen3", "phi3", "gemma2", "gpt_neox"))]
+    + [("llama", "residual"), ("qwen3", "one-decision"), ("phi3", "layer-skip")],
+)
+def test_int8_decodes_natively_as_its_own_library_does(family: str, way: str, ids: torch.Tensor) -> None:
     """Whole layers where the family's block is the plain one, else op by op."""
-    model = int8_model(family)
+    model = int8_model(family, way=way)
     dropped = copy.deepcopy(model)
     set_backend(dropped, "masked")
     torch.testing.assert_close(decoded(model, ids), decoded(dropped, ids), atol=2e-4, rtol=1e-3)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from routing_helpers import route
+from routing_helpers import WAYS, oracle_logits, route
 from tiny import CASES, SHAPES, tiny_model
-from widellm.kernels import cpu, dispatch
+from widellm.kernels import cpu, dispatch, native
 from widellm.modeling.attach import set_backend, set_batch_shared, set_budget, width_of
 from widellm.modeling.roomy_cache import drop_last
 from widellm.modeling.routed_layer import RoutedLayer
@@ -24,9 +24,12 @@ def step(model: Any, prompt: torch.Tensor, more: torch.Tensor, cache: str) -> tu
     """Prefill `prompt`, then feed `more` through the cache: its logits, and every sub-layer's masks of that step."""
     from transformers import DynamicCache, StaticCache
 
-    filled = DynamicCache(config=model.config)
+    filled: Any = DynamicCache(config=model.config)
     if cache == "static":
         filled = StaticCache(config=model.config, max_cache_len=64)
+    if cache == "none":
+        logits = model(more, use_cache=False).logits
+        return logits, [s.keep.clone() for s in width_of(model).sublayers if s.keep is not None]
     model(prompt, past_key_values=filled)
     logits = model(more, past_key_values=filled).logits
     return logits, [s.keep.clone() for s in width_of(model).sublayers if s.keep is not None]
@@ -56,6 +59,69 @@ def test_native_layers_compute_what_the_modules_compute(
     assert used_natively(native) and not used_natively(model)
     assert all(torch.equal(a, b) for a, b in zip(keeps, native_keeps, strict=True)) and len(keeps) == 4
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_decoding_natively_computes_what_an_untouched_model_computes_with_the_same_groups(
+    way: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token by token, against zeroes put into the dense model by hooks, whatever the routers read and decide for."""
+    monkeypatch.setattr(native, "GRAIN", 1)
+    model, dense = tiny_model("qwen3", num_hidden_layers=4), tiny_model("qwen3", num_hidden_layers=4)
+    width = route(model, **WAYS[way])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ids = torch.randint(0, 250, (2, 14), generator=torch.Generator().manual_seed(7))
+        expected, keeps = oracle_logits(dense, width, ids)
+        assert any(bool(keep.any()) for keep in keeps) and not all(bool(keep.all()) for keep in keeps)
+        cache = None
+        for t in range(ids.shape[1]):
+            out = model(ids[:, t : t + 1], past_key_values=cache)
+            cache = out.past_key_values
+            assert used_natively(model)
+            torch.testing.assert_close(out.logits[:, 0], expected[:, t], atol=1e-4, rtol=1e-3)
+            for sub, keep in zip(width.sublayers, keeps, strict=True):
+                assert sub.keep is not None and torch.equal(sub.keep[:, 0], keep[:, t])
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows", [(1, 1), (3, 1), (2, 4)])
+@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_all_routers_run_natively(way: str, rows: tuple[int, int], cache: str, shared: bool) -> None:
+    """Against transformers' modules and the loops of `reference`, in both of the native layer's dtypes."""
+    generator = torch.Generator().manual_seed(1)
+    prompt = torch.randint(0, 250, (rows[0], 9), generator=generator)
+    more = torch.randint(0, 250, rows, generator=generator)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_model("llama", dtype=dtype)
+        route(model, **WAYS[way])
+        set_batch_shared(model, shared)
+        plain, loops = copy.deepcopy(model), copy.deepcopy(model)
+        set_backend(plain, "masked")
+        set_backend(loops, "reference")
+        got, keeps = step(model, prompt, more, cache)
+        assert used_natively(model) and not used_natively(plain) and not used_natively(loops)
+        for other in (plain, loops):
+            expected, others = step(other, prompt, more, cache)
+            if dtype == torch.float32:
+                assert all(torch.equal(a, b) for a, b in zip(keeps, others, strict=True)) and len(keeps) == 4
+                torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
+            elif "residual" in WAYS[way].values():
+                # the first router reads the embeddings; behind it a stream that may differ by a rounding
+                assert torch.equal(keeps[0], others[0])
+            assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(keeps, others, strict=True))
+            if all(torch.equal(a, b) for a, b in zip(keeps, others, strict=True)):
+                limit = 1e-4 if dtype == torch.float32 else 0.1
+                assert (got - expected).abs().max() <= limit * expected.abs().max()
+        if WAYS[way].get("decision") == "layer":
+            assert torch.equal(keeps[0], keeps[1]) and torch.equal(keeps[2], keeps[3])
 
 
 def test_a_moved_weight_is_bound_again() -> None:
@@ -89,9 +155,10 @@ def test_what_the_native_layer_cannot_do_goes_the_old_way() -> None:
 @pytest.mark.parametrize(
     "place", ["self_attn", "self_attn.o_proj", "mlp", "input_layernorm", "self_attn.q_proj.router"]
 )
-def test_a_hook_put_in_after_the_first_native_call_is_called(place: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hook_put_in_after_the_first_native_call_is_called(place: str, way: str) -> None:
     model = tiny_model("llama")
-    route(model)
+    route(model, **WAYS[way])
     ids, seen = torch.tensor([[5, 6]]), []
     with torch.no_grad():
         model.generate(ids, max_new_tokens=4, do_sample=False)
@@ -102,10 +169,44 @@ def test_a_hook_put_in_after_the_first_native_call_is_called(place: str) -> None
     assert len(seen) == 4 * len(model.model.layers)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("way", WAYS)
+def test_what_watches_routers_of_bound_layers_sees_their_logits(way: str) -> None:
+    model = tiny_model("llama")
+    width = route(model, **WAYS[way])
+    ids = torch.tensor([[5, 6, 7]])
+    model(ids)
+    assert used_natively(model)
+    keeps, seen = [s.keep for s in width.sublayers], {}
+    with width.watch(seen.__setitem__):
+        model(ids)
+    assert sorted(seen) == [0, 1, 2, 3]
+    for place, keep in enumerate(keeps):
+        assert torch.equal(seen[place] > width.sublayers[place].threshold, keep)
+
+
+@torch.no_grad()
+def test_without_regrouping_the_head_is_native_below_budget_one_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    route(model, regroup=False)
+    calls: list[int] = []
+    linear = cpu.linear
+    monkeypatch.setattr(cpu, "linear", lambda *a: calls.append(1) or linear(*a))  # type: ignore[func-returns-value]
+    model(torch.tensor([[5]]))
+    assert len(calls) == 1
+    set_budget(model, 1.0)
+    model(torch.tensor([[5]]))
+    assert len(calls) == 1  # the dense model's very bits are due
+    set_backend(model, "cpu")
+    model(torch.tensor([[5]]))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("regroup", [True, False])
-def test_budget_one_is_dense(regroup: bool) -> None:
+def test_budget_one_is_dense(regroup: bool, way: str) -> None:
     model, dense = tiny_model("llama"), tiny_model("llama")
-    route(model, regroup=regroup)
+    route(model, regroup=regroup, **WAYS[way])
     set_budget(model, 1.0)
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
@@ -174,9 +275,10 @@ def test_a_cache_with_room_grows_like_any_other() -> None:
 
 
 @torch.no_grad()
-def test_a_batch_agrees_where_it_was_asked_to() -> None:
+@pytest.mark.parametrize("way", ["normed", "residual"])
+def test_a_batch_agrees_where_it_was_asked_to(way: str) -> None:
     model = tiny_model("llama")
-    width = route(model)
+    width = route(model, **WAYS[way])
     by_ops = copy.deepcopy(model)
     set_backend(by_ops, "masked")
     ids = torch.randint(0, 250, (5, 1), generator=torch.Generator().manual_seed(3))

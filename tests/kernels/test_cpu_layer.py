@@ -19,6 +19,13 @@ pytestmark = pytest.mark.skipif(not AVAILABLE, reason=WHY)
 LEVELS = cpu.levels() if AVAILABLE else []
 DTYPES = [torch.float32, torch.bfloat16]
 D, F, H, K, d = 50, 42, 6, 3, 18
+WAYS: dict[str, dict[str, bool]] = {
+    "normed": {},
+    "stream": {"reads_stream": True},
+    "one": {"one_decision": True},
+    "one-stream": {"reads_stream": True, "one_decision": True},
+}
+"""How routers decide: what `bind` is told."""
 
 
 def weights(dtype: torch.dtype, biases: bool, qk_norm: bool, input_major: bool) -> dict[str, Any]:
@@ -47,10 +54,12 @@ def weights(dtype: torch.dtype, biases: bool, qk_norm: bool, input_major: bool) 
     return w
 
 
-def routers() -> dict[str, cpu.Router]:
+def routers(way: str = "normed") -> dict[str, Any]:
+    groups = 3 if WAYS[way].get("one_decision") else 7
     return {
         "attn_router": cpu.Router(torch.randn(5, D), torch.randn(3, 5), torch.randn(3), 0.0),
-        "ffn_router": cpu.Router(torch.randn(5, D), torch.randn(7, 5), None, 0.0),
+        "ffn_router": cpu.Router(torch.randn(5, D), torch.randn(groups, 5), None, 0.0),
+        **WAYS[way],
     }
 
 
@@ -80,7 +89,7 @@ def by_ops(x: Tensor, w: dict[str, Any], r: dict[str, Any], past: Tensor, cos: T
         return norm(y, w[f"{name}_norm"]) if f"{name}_norm" in w else y
 
     h = norm(x, w["attn_norm"])
-    keep = route(h, r.get("attn_router"), 3)
+    keep = route(x if r.get("reads_stream") else h, r.get("attn_router"), 3)
     kept = keep.repeat_interleave(H // 3, -1).transpose(1, 2).unsqueeze(-1)
     q = turn(heads_of(h, "q"), cos, sin).masked_fill(~kept, 0)
     k, v = turn(heads_of(h, "k"), cos, sin), heads_of(h, "v")
@@ -88,7 +97,7 @@ def by_ops(x: Tensor, w: dict[str, Any], r: dict[str, Any], past: Tensor, cos: T
     mixed = reference.routed_attention(q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), keep)
     x = x + torch.nn.functional.linear(mixed.flatten(2), w["w_o"], w.get("b_o"))
     h = norm(x, w["ffn_norm"])
-    ffn_keep = route(h, r.get("ffn_router"), 7)
+    ffn_keep = keep if r.get("one_decision") else route(x if r.get("reads_stream") else h, r.get("ffn_router"), 7)
     y = reference.routed_ffn(
         h.flatten(0, 1), w["w_gate"], w["w_up"], w["w_down"], ffn_keep.flatten(0, 1), "silu",
         w.get("b_gate"), w.get("b_up"), w.get("b_down"),
@@ -111,14 +120,14 @@ def run(layer: FusedLayer, x: Tensor, past: Tensor, cos: Tensor, sin: Tensor) ->
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [(1, 1), (3, 1), (2, 4), (32, 1)], ids=str)
-@pytest.mark.parametrize("routed", [False, True], ids=["dense", "routed"])
+@pytest.mark.parametrize("way", [None, *WAYS])
 def test_layer(
-    rows: tuple[int, int], routed: bool, dtype: torch.dtype, isa: str, monkeypatch: pytest.MonkeyPatch
+    rows: tuple[int, int], way: str | None, dtype: torch.dtype, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "GRAIN", 1)
     empty = torch.empty
     w = weights(dtype, biases=rows[0] != 3, qk_norm=rows[1] == 4, input_major=rows[0] != 2)
-    r: dict[str, Any] = routers() if routed else {}
+    r: dict[str, Any] = {} if way is None else routers(way)
     batch, tokens = rows
     x, past = torch.randn(batch, tokens, D).to(dtype), torch.randn(2, batch, K, 70, d).to(dtype)
     angle = torch.rand(batch if tokens > 1 else 1, tokens, d // 2).repeat(1, 1, 2)
@@ -129,7 +138,11 @@ def test_layer(
             torch, "empty", lambda *s, dtype: empty(*s, dtype=dtype).fill_(True if dtype == torch.bool else math.nan)
         )
         got = run(bind(w, r, isa), x, past, cos, sin)
-    same = (got[3] == want[3]).all() and (got[5] == want[5]).all() or not routed
+    same = (got[3] == want[3]).all() and (got[5] == want[5]).all() or way is None
+    if r.get("reads_stream"):
+        assert torch.equal(got[3], want[3])  # the first router reads what was given, so nothing can round otherwise
+    if r.get("one_decision"):
+        assert torch.equal(got[5], got[3])
     if dtype == torch.float32:
         assert same
     limit = 1e-4 if dtype == torch.float32 else 6e-2
@@ -142,12 +155,14 @@ def test_layer(
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [(1, 1), (3, 1), (2, 4)], ids=str)
+@pytest.mark.parametrize("way", WAYS)
 def test_one_call_gives_the_bits_of_two(
-    rows: tuple[int, int], dtype: torch.dtype, isa: str, monkeypatch: pytest.MonkeyPatch
+    way: str, rows: tuple[int, int], dtype: torch.dtype, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "GRAIN", 1)
     batch, tokens = rows
-    layer = bind(weights(dtype, True, False, True), routers(), isa)
+    layer = bind(weights(dtype, True, False, True), routers(way), isa)
+    layer.set_shared(batch == 3)
     x, past = torch.randn(batch, tokens, D).to(dtype), torch.randn(2, batch, K, 70, d).to(dtype)
     cos = torch.rand(1, tokens, d).to(dtype)
     _, k, v, keep, out, ffn_keep = run(layer, x, past, cos, cos)
@@ -165,8 +180,9 @@ def test_one_call_gives_the_bits_of_two(
     assert torch.equal(layer.step(x, cos, cos, seen[0], seen[1], mask=mask)[0], two)
 
 
-def test_without_thresholds_a_layer_is_dense() -> None:
-    w, r = weights(torch.bfloat16, False, False, True), routers()
+@pytest.mark.parametrize("way", WAYS)
+def test_without_thresholds_a_layer_is_dense(way: str) -> None:
+    w, r = weights(torch.bfloat16, False, False, True), routers(way)
     x, past = torch.randn(1, 1, D).bfloat16(), torch.randn(2, 1, K, 9, d).bfloat16()
     cos = torch.ones(1, 1, d).bfloat16()
     layer, dense = bind(w, r), bind(w, {})
@@ -227,6 +243,7 @@ def test_bad_arguments_are_named() -> None:
         ("mask must be", lambda: layer.rest(x, q, keep, past, past, mask=torch.zeros(1, 1, 1, 3))),
         ("w_q must be", lambda: bind({**w, "w_q": w["w_q"][:, :9]}, r)),
         ("w_v must be", lambda: bind({**w, "w_v": w["w_v"][:d]}, r)),
+        ("as many groups of heads", lambda: bind(w, {**r, "one_decision": True})),
         ("b_o must be|bo must be", lambda: bind({**w, "b_o": torch.zeros(3)}, r)),
         ("router.up must be", lambda: bind(w, {"ffn_router": r["ffn_router"]._replace(down=torch.randn(4, D))})),
         ("do not divide", lambda: bind(w, {"attn_router": cpu.Router(torch.randn(5, D), torch.randn(4, 5), None, 0)})),
@@ -240,11 +257,12 @@ def test_bad_arguments_are_named() -> None:
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [(1, 1), (2, 4), (32, 1)], ids=str)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_stack_is_its_layers_in_turn(
-    rows: tuple[int, int], dtype: torch.dtype, isa: str, monkeypatch: pytest.MonkeyPatch
+    way: str, rows: tuple[int, int], dtype: torch.dtype, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "GRAIN", 1)
-    layers = [bind(weights(dtype, i == 1, False, i != 2), routers(), isa) for i in range(3)]
+    layers = [bind(weights(dtype, i == 1, False, i != 2), routers(way), isa) for i in range(3)]
     layers[1].set_thresholds(None, 0.1)
     batch, tokens = rows
     x = torch.randn(batch, tokens, D).to(dtype)

@@ -115,9 +115,8 @@ def decode_form(width: Width, index: int) -> tuple[str, str]:
     if not layout.family.plain_block:
         return "ops", f"family {layout.model_type}'s block is not one that the native layer computes"
     if not is_routed(modules.layer, RoutedLayer):
-        config = width.config
-        if config.kinds != KINDS or config.router_input != "normed" or config.decision != "sublayer":
-            return "ops", "the native layer has attention and FFN routed, each by its own normed input"
+        if width.config.kinds != KINDS:
+            return "ops", "the native layer has attention and FFN routed, not one of them"
         return "ops", "the native backend was missing when routers were attached"
     weight = modules.o_proj.weight
     if weight.device.type != "cpu" or weight.dtype not in cpu.NATIVE_TYPES:

@@ -105,6 +105,8 @@ class FusedLayer:
         scale: float | None = None,
         attn_router: Router | None = None,
         ffn_router: Router | None = None,
+        reads_stream: bool = False,
+        one_decision: bool = False,
         isa: str | None = None,
     ) -> FusedLayer:
         """Check everything once and keep pointers.
@@ -113,6 +115,8 @@ class FusedLayer:
         biases of each map's outputs, q_norm and k_norm [d] (Qwen3). w_o and w_down are best input-major (`stored.t()`
         of a contiguous [H d, D] or [F, D] tensor). rotary_dim: leading elements of a head that rotate, default all.
         scale: of the scores, default d ** -0.5. A router's `up` [G, r] sets the number of groups; None: never routed.
+        reads_stream: routers read the layer's input, and the sum after attention, in place of what the norms give.
+        one_decision: the FFN keeps what the attention keeps, group by group; of its router only `up`'s size counts.
         Raises ValueError on sizes and dtypes, BackendError on layouts or where the native backend is missing.
         """
         dtype = attn_norm.dtype
@@ -133,6 +137,12 @@ class FusedLayer:
         for groups, size, name in ((layer.attn_groups, heads, "heads"), (layer.ffn_groups, inner, "channels")):
             if groups < 1 or size % groups:
                 raise ValueError(f"{_OP}: {groups} groups do not divide {size} {name}")
+        if one_decision and layer.attn_groups != layer.ffn_groups:
+            raise ValueError(
+                f"{_OP}: one decision needs as many groups of heads as of channels, got {layer.attn_groups} and "
+                f"{layer.ffn_groups}"
+            )
+        layer.reads_stream, layer.one_decision = int(reads_stream), int(one_decision)
         layer.act = native.ACTIVATIONS[act]
         layer.attn_eps, layer.ffn_eps, layer.qk_eps = attn_eps, ffn_eps, qk_eps
         layer.scale = d**-0.5 if scale is None else scale

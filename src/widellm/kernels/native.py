@@ -13,7 +13,7 @@ import torch
 
 from widellm.errors import BackendError
 
-ABI = 4
+ABI = 5
 LEVELS = {"portable": 0, "avx2": 1, "avx512bf16": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -90,7 +90,7 @@ Attention = _struct(
 Layer = _struct(
     "Layer",
     "run:Run i.act i.hidden i.inner i.heads i.kv_heads i.head_dim i.rotary_dim i.attn_groups i.ffn_groups "
-    "d.attn_eps d.ffn_eps d.qk_eps d.scale p.attn_norm p.ffn_norm p.q_norm p.k_norm "
+    "i.reads_stream i.one_decision d.attn_eps d.ffn_eps d.qk_eps d.scale p.attn_norm p.ffn_norm p.q_norm p.k_norm "
     "p.wq i.ldq p.wk i.ldk p.wv i.ldv p.wo i.ldo i.o_input_major p.bq p.bk p.bv p.bo "
     "p.gate i.ldgate p.up i.ldup p.down i.lddown i.down_input_major p.gate_bias p.up_bias p.down_bias "
     "p.q_scale p.k_scale p.v_scale p.o_scale p.gate_scale p.up_scale p.down_scale "

@@ -145,7 +145,6 @@ def attach(
                     )
 
     fused = layout.fused_heads()
-    published = config.router_input == "residual" or config.decision == "layer"
     sublayers: list[SubLayer] = []
     for index, modules in enumerate(layout.layers):
         if not in_order:
@@ -171,8 +170,7 @@ def attach(
                 module._width = sub
                 routed(module, behaviour)
             own.append(sub)
-        native = layout.family.plain_block and not published  # the native layer knows neither
-        if native and config.kinds == KINDS and cpu.availability()[0]:
+        if layout.family.plain_block and config.kinds == KINDS and cpu.availability()[0]:
             modules.layer._native = (modules, layout, own[0], own[1], regrouped, Binding())
             routed(modules.layer, RoutedLayer)
         if regrouped:
@@ -181,8 +179,8 @@ def attach(
 
     head = model.get_output_embeddings()
     readable = is_plain_linear(head) or linears.is_int8_linear(head)
-    if cpu.availability()[0] and readable and not all(map(_is_identity, permutations)):
-        head._width = sublayers[0]
+    if cpu.availability()[0] and readable:
+        head._width, head._regrouped = sublayers[0], not all(map(_is_identity, permutations))
         routed(head, NativeHead)
 
     dense_attention = str(model.config._attn_implementation)
@@ -235,7 +233,7 @@ def detach(model: Any) -> Any:
     head = model.get_output_embeddings()
     if is_routed(head, NativeHead):
         unrouted(head, NativeHead)
-        del head._width
+        del head._width, head._regrouped
     if model.config._attn_implementation != width.dense_attention:
         model.set_attn_implementation(width.dense_attention)
     unrouted(model, RoutedModel)

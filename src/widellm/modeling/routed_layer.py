@@ -20,9 +20,10 @@ from widellm.kernels.fused import FusedLayer
 from widellm.kernels.fused_stack import FusedStack
 from widellm.modeling import linears
 from widellm.modeling.ahead import Ahead, cache_in, followers, rotates, stack_step
+from widellm.modeling.decide import ResidualTap
 from widellm.modeling.linears import is_int8_linear, is_plain_linear
 from widellm.modeling.roomy_cache import room_behind
-from widellm.modeling.swap import dense_class, has_adapters, special_weight
+from widellm.modeling.swap import dense_class, has_adapters, is_routed, special_weight
 from widellm.routing.router import Router
 from widellm.routing.state import SubLayer
 
@@ -189,7 +190,9 @@ class NativeHead:
     """Behaviour of the output projection: few rows are multiplied at the speed of memory. `[..., D]` -> `[..., V]`."""
 
     _width: SubLayer
-    """Any sub-layer of the model: it says which backend is wanted."""
+    """Any sub-layer of the model: it says which backend is wanted, and whether groups are dropped."""
+    _regrouped: bool
+    """As of `RoutedLayer`: where no channels were, and nothing is dropped, the dense model's very bits are due."""
     _settled = 0
     """Where the weight was when it was put into large pages."""
 
@@ -201,7 +204,8 @@ class NativeHead:
         if special_weight(self) and linears.int8(self) is None:  # type: ignore[arg-type]
             known = False
         needs_graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        few = 0 < rows <= cpu.few_rows() and self._width.backend in ("auto", "cpu")
+        backend, exact = self._width.backend, not self._regrouped and self._width.threshold is None
+        few = 0 < rows <= cpu.few_rows() and backend in (("cpu",) if exact else ("auto", "cpu"))
         if not (known and few) or needs_graph or torch.compiler.is_compiling():
             return super().forward(x)  # type: ignore[misc]
         read = linears.readable(self)
@@ -291,6 +295,8 @@ def bind(modules: LayerModules, layout: Layout, rotary_dim: int | None = None) -
             scale=modules.attention.scaling,
             attn_router=_router(modules.q_proj.router),
             ffn_router=_router(modules.mlp.router),
+            reads_stream=is_routed(modules.attention_norm, ResidualTap),
+            one_decision=modules.mlp._width.follows is not None,
         )
     except BackendError:
         return None

@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define WIDELLM_ABI 4
+#define WIDELLM_ABI 5
 
 enum { WIDELLM_F32 = 0, WIDELLM_BF16 = 1, WIDELLM_I8 = 2 };
 enum { WIDELLM_SILU = 0, WIDELLM_GELU_TANH = 1, WIDELLM_GELU = 2, WIDELLM_RELU = 3 };
@@ -89,6 +89,9 @@ struct WideAttention {
 struct WideLayer {                                // one pre-norm decoder layer, bound once
   WideRun run;
   int64_t act, hidden, inner, heads, kv_heads, head_dim, rotary_dim, attn_groups, ffn_groups;
+  int64_t reads_stream;                           // 1: routers read the stream before the norm, 0: what it gives
+  int64_t one_decision;                           // 1: the FFN keeps the attention's groups; of its router only
+                                                  // whether there is one is read; attn_groups = ffn_groups
   double attn_eps, ffn_eps, qk_eps, scale;
   const void *attn_norm, *ffn_norm;               // [D]
   const void *q_norm, *k_norm;                    // [d] or null

@@ -104,7 +104,7 @@ static auto qkv_work(const WideLayer &l, const WideQkv &c, const WideRest *cache
     Range part = share(rows, 1, team);
     for (int64_t m = part.begin; m < part.end; m++) {
       rms_norm((const T *)c.x + m * c.ldx, (const T *)l.attn_norm, l.attn_eps, l.hidden, x + m * l.hidden);
-      if (routes) router.widen(x + m * l.hidden, m);
+      if (routes) router.widen(l.reads_stream ? (const T *)c.x + m * c.ldx : x + m * l.hidden, m);
     }
     team.barrier();
     // k and v are always whole, so they fill the time in which the router decides.
@@ -160,7 +160,7 @@ template <class T, class W> static int64_t layer_qkv(const WideLayer &l, const W
 // What each thread does after that, likewise
 template <class T, class W> static auto rest_work(const WideLayer &l, const WideRest &c, Scratch &s) {
   int64_t rows = c.batch * c.tokens, inner_dim = l.heads * l.head_dim, head = l.head_dim;
-  bool routes = l.ffn_router.down != nullptr;
+  bool whole = l.ffn_router.down == nullptr, follows = !whole && l.one_decision, routes = !whole && !follows;
   T *mixed = s.get<T>(rows * inner_dim), *x = s.get<T>(rows * l.hidden);
   T *middle = c.attention_only ? (T *)c.out : s.get<T>(rows * l.hidden);
   WideAttention a{l.run, c.batch, c.tokens, c.keys, l.heads, l.kv_heads, head, l.attn_groups,
@@ -187,7 +187,7 @@ template <class T, class W> static auto rest_work(const WideLayer &l, const Wide
   Queue *queues = s.zeros<Queue>(2);
   Kept *kept = s.get<Kept>(l.run.threads);
   for (int64_t t = 0; s.ok && t < l.run.threads; t++) kept[t].reserve(s, imax(l.attn_groups, l.ffn_groups));
-  if (!routes && !c.attention_only) memset(c.ffn_keep, 1, (size_t)(rows * l.ffn_groups));
+  if (whole && !c.attention_only) memset(c.ffn_keep, 1, (size_t)(rows * l.ffn_groups));
 
   return [=, &l, &c](const Team &team) {
     Kept &mine = kept[team.thread];
@@ -202,7 +202,8 @@ template <class T, class W> static auto rest_work(const WideLayer &l, const Wide
     Range part = share(rows, 1, team);
     for (int64_t m = part.begin; m < part.end; m++) {
       rms_norm(middle + m * l.hidden, (const T *)l.ffn_norm, l.ffn_eps, l.hidden, x + m * l.hidden);
-      if (routes) router.widen(x + m * l.hidden, m);
+      if (routes) router.widen((l.reads_stream ? middle : x) + m * l.hidden, m);
+      if (follows) memcpy(c.ffn_keep + m * l.ffn_groups, c.keep + m * l.ffn_groups, (size_t)l.ffn_groups);
     }
     team.barrier();
     if (routes) {
