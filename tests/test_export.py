@@ -147,12 +147,16 @@ def logits_and_cache(model: Any) -> Any:
 
 
 def test_kv_heads_are_repeated_where_attention_cannot_share_them_unevenly(tmp_path: Path) -> None:
-    model, ids = make("gemma2"), tokens(2, 11)  # its soft cap runs eagerly
-    ignoring_tokens(model, UNEQUAL)
+    model, ids = make("llama"), tokens(2, 11)
+    width = ignoring_tokens(model, {(1, "attention"): [1, 3, 4, 5]})
     expected = logits_of(model, ids)
-    loaded = AutoModelForCausalLM.from_pretrained(exported(model, tmp_path))
-    assert loaded.config._attn_implementation == "eager"
-    assert loaded._widellm_static.layers[1]["heads_per_kv_head"] == [1, 1, 1, 1]
+    widellm.detach(model).set_attn_implementation("eager")  # as soft-capped Gemma 2 runs
+    kept = [Kept(torch.tensor([1, 3, 4, 5]) if i == 1 else None, None) for i in range(len(width.layout.layers))]
+    sizes = take_out(model, kept, {})
+    assert sizes[1].heads_per_kv_head == (1, 1, 1, 1) and model.config._attn_implementation == "eager"
+    torch.testing.assert_close(logits_of(model, ids), expected, atol=2e-5, rtol=2e-5)
+    model.save_pretrained(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(logits_of(loaded, ids), expected, atol=2e-5, rtol=2e-5)
 
 

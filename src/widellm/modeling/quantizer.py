@@ -112,6 +112,12 @@ class StaticQuantizer(_Loader):
         narrow(model, self.quantization_config)
         return model
 
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        from widellm.modeling.static_model import check_shapes
+
+        check_shapes(model)
+        return super()._process_model_after_weight_loading(model, **kwargs)
+
 
 class RouterQuantizer(_Loader):
     """Attaches routers to the model that from_pretrained is building, then fills them from `width.safetensors`."""
