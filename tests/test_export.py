@@ -19,10 +19,13 @@ from test_cli import run  # noqa: F401  (a fixture)
 from tiny import tiny_model, tiny_tokenizer
 from widellm.errors import CheckpointError, ConfigError, UnsupportedModelError, WidellmError
 from widellm.families import locate
-from widellm.modeling.attach import Width, set_budget, width_of
+from widellm.modeling.attach import Width, set_budget, set_dial, width_of
 from widellm.modeling.checkpoint import load_any, save
 from widellm.modeling.static_model import UNEVEN, Kept, take_out
+from widellm.routing.budget import Dial
 from widellm.static_export import export_static, most_important
+from widellm.training.recipes import recipe_of
+from widellm.training.start import random_start
 
 Run = Callable[..., tuple[int, str, str]]
 Masks = dict[tuple[int, str], list[int]]
@@ -239,6 +242,20 @@ def test_routers_that_look_at_tokens_are_averaged_over_a_text(tmp_path: Path) ->
     )
 
 
+@pytest.mark.parametrize("recipe", ["wide", "layer-skip"])
+def test_routers_of_other_methods(recipe: str, tmp_path: Path) -> None:
+    model = make("llama")
+    width = random_start(model, recipe_of(recipe), ffn_group_size=5)
+    set_dial(model, Dial(torch.tensor([0.5], dtype=torch.float64), torch.zeros(len(width.sublayers), 1)))
+    width.config = width.config.replace(provenance={"budget": 0.5})
+    save(model, tmp_path / "routed", tiny_tokenizer())
+    done = export_static(tmp_path / "routed", tmp_path / "out", tokens=512)
+    assert 0.25 < done.spent <= 0.5
+    loaded, _ = widellm.load(tmp_path / "out")
+    ids = tokens(2, 11)
+    assert torch.equal(greedy(loaded, ids), greedy(loaded, ids, use_cache=False))
+
+
 def test_an_adapter_gives_the_same_static_form(tmp_path: Path) -> None:
     make("llama").save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
@@ -338,6 +355,8 @@ def test_it_is_a_dense_model_without_a_budget(tmp_path: Path) -> None:
             set_budget(loaded, 0.5)
         with pytest.raises(ConfigError, match="has no budget"):
             widellm.load(folder, budget=0.5)
+        with pytest.raises(ConfigError, match="quantise the loaded model"):
+            widellm.load(folder, quantization_config=object())
         with pytest.raises(UnsupportedModelError, match="static form, which is not routed again"):
             route(loaded)
         with pytest.raises(WidellmError, match="is dense"):

@@ -183,7 +183,9 @@ def load(
     folder = local_directory(str(path))
     if is_static_directory(folder):
         _check_dense(str(path), budget, base)
-        dense = load_dense(str(folder), dtype, device_map, quantization_config=quantization_config)
+        if quantization_config is not None:
+            raise ConfigError(f"{path} is of the static form: load it, and quantise the loaded model")
+        dense = load_dense(str(folder), dtype, device_map)
         return dense.model, dense.tokenizer
     read = read_width(folder)
     if form_of(folder) == "adapter":

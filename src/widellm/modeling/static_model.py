@@ -109,7 +109,8 @@ class StaticModel:
             config._attn_implementation = attention
             del config.quantization_config
         card = Path(save_directory) / CARD_FILE
-        if kwargs.get("is_main_process", True) and not card.exists():
+        adapters = getattr(self, "_hf_peft_config_loaded", False)  # transformers writes those alone then
+        if kwargs.get("is_main_process", True) and not adapters and not card.exists():
             card.write_text(static_card(self._widellm_static.layers, self._widellm_static.provenance), encoding="utf-8")
         return found
 
