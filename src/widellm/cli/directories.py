@@ -29,7 +29,9 @@ def export(
     ] = None,
     text: Annotated[
         str | None,
-        typer.Option(help="Of static: text to tell what is important on, as for prune; default: python-docs."),
+        typer.Option(
+            help="Of static: text that tells what is important: FILE, DIR, data set id, or python-docs (default)."
+        ),
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Of static: tokens of that text; default 16384.")] = None,
     column: Column = "text",
