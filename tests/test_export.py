@@ -386,7 +386,7 @@ def test_the_command(run: Run, tmp_path: Path) -> None:  # noqa: F811
         (("export", routed, tmp_path / "x", "--form", "adapter", "--text", "x"), "--text is of the static form"),
         (("export", routed, tmp_path / "x", "--form", "static", "--tokens", "1"), "--tokens must be at least 2"),
         (("export", routed, tmp_path / "x", "--form", "static", "--text", text), "the text is too short"),
-        (("export", routed, tmp_path / "x", "--form", "narrow"), "form must be one of"),
+        (("export", routed, tmp_path / "x", "--form", "narrow"), "--form must be one of full, adapter, static"),
         (("eval", out, "--text", text, "--budget", "0.5"), "has no budget"),
         (("prune", out, "--out", tmp_path / "x", "--text", text, "--tokens", "512", "--window", "64"), "static form"),
     ):

@@ -44,6 +44,9 @@ def export(
     """Write a routed directory in another form (or again in the same); only the static form cannot be undone."""
     from widellm.modeling import checkpoint
 
+    forms = (*checkpoint.FORMS, "static")
+    if form not in forms:
+        raise WidellmError(f"--form must be one of {', '.join(forms)}, got {form!r}")
     if shard_size is not None and form == "adapter":
         raise WidellmError("--shard-size is of the full form: leave it out, or ask for --form full")
     options = {"max_shard_size": shard_size or "50GB"} if form != "adapter" else {}
