@@ -31,7 +31,7 @@ LAYERS = (
     ("training",),
     ("evaluation",),
     ("bench", "report", "integrations"),
-    ("pipeline", "doctor"),
+    ("pipeline", "doctor", "static_export"),
     ("cli",),
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}

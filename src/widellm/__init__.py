@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from widellm.modeling.attach import attach, detach, get_budget, set_backend, set_batch_shared, set_budget
     from widellm.modeling.checkpoint import export, load, save
     from widellm.modeling.speculative import Speculative
+    from widellm.static_export import export_static
 
 _HOMES = {
     "Speculative": "widellm.modeling.speculative",
@@ -30,6 +31,7 @@ _HOMES = {
     "set_batch_shared": "widellm.modeling.attach",
     "set_budget": "widellm.modeling.attach",
     "export": "widellm.modeling.checkpoint",
+    "export_static": "widellm.static_export",
     "load": "widellm.modeling.checkpoint",
     "save": "widellm.modeling.checkpoint",
 }
@@ -41,6 +43,7 @@ __all__ = [
     "attach",
     "detach",
     "export",
+    "export_static",
     "get_budget",
     "load",
     "save",

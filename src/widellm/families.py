@@ -267,6 +267,10 @@ def locate(model: Any, family: Family | None = None) -> Layout:
     `family` overrides the description found by `model.config.model_type`. Raises UnsupportedModelError, naming the
     attributes that are missing, when the model does not have the structure its description promises.
     """
+    if hasattr(model, "_widellm_static"):
+        raise UnsupportedModelError(
+            "this model is of the static form, which is not routed again: use what it was made of"
+        )
     config: Any = getattr(model, "config", None)
     model_type = str(getattr(config, "model_type", type(model).__name__))
     if family is None:

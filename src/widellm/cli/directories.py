@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,21 +17,73 @@ def export(
     directory: Directory,
     out: Annotated[Path, typer.Argument(help="Directory to write; must not exist.")],
     form: Annotated[
-        str, typer.Option(help="full (with the weights) or adapter (routers; the base model by name).")
+        str,
+        typer.Option(
+            help="full (with the weights), adapter (routers; the base model by name), or static (smaller and dense: "
+            "what --budget leaves, the same for all tokens; no routers)."
+        ),
     ] = "full",
+    budget: Annotated[
+        float | None,
+        typer.Option(help="Of static: share of routable work to leave; default: what the model was made for."),
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            help="Of static: text that tells what is important: FILE, DIR, data set id, or python-docs (default)."
+        ),
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Of static: tokens of that text; default 16384.")] = None,
+    column: Column = "text",
     base: Base = None,
-    shard_size: Annotated[str | None, typer.Option(help="Largest weight file of the full form; default 50GB.")] = None,
+    shard_size: Annotated[
+        str | None, typer.Option(help="Largest weight file of the full and static form; default 50GB.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing directory.")] = False,
 ) -> None:
-    """Write a routed directory in the other form (or again in the same); nothing is lost on the way."""
+    """Write a routed directory in another form (or again in the same); only the static form cannot be undone."""
     from widellm.modeling import checkpoint
 
+    forms = (*checkpoint.FORMS, "static")
+    if form not in forms:
+        raise WidellmError(f"--form must be one of {', '.join(forms)}, got {form!r}")
     if shard_size is not None and form == "adapter":
         raise WidellmError("--shard-size is of the full form: leave it out, or ask for --form full")
-    options = {"max_shard_size": shard_size or "50GB"} if form == "full" else {}
-    checkpoint.export(directory, out, form=form, base=base, overwrite=overwrite, **options)
+    options = {"max_shard_size": shard_size or "50GB"} if form != "adapter" else {}
+    if form == "static":
+        left = _export_static(directory, out, budget, text, tokens, column, base, overwrite, options)
+    else:
+        for name, value in (("--budget", budget), ("--text", text), ("--tokens", tokens)):
+            if value is not None:
+                raise WidellmError(f"{name} is of the static form: leave it out, or ask for --form static")
+        checkpoint.export(directory, out, form=form, base=base, overwrite=overwrite, **options)
+        left = ""
     size = sum(file.stat().st_size for file in out.iterdir())
-    typer.echo(f"{out}: {form} form, {size / 1e6:.1f} MB")
+    typer.echo(f"{out}: {form} form, {size / 1e6:.1f} MB{left}")
+
+
+def _export_static(
+    directory: Path,
+    out: Path,
+    budget: float | None,
+    text: str | None,
+    tokens: int | None,
+    column: str,
+    base: str | None,
+    overwrite: bool,
+    options: dict[str, Any],
+) -> str:
+    from widellm.cli import show
+    from widellm.static_export import TOKENS, export_static
+
+    if tokens is not None and tokens < 2:
+        raise WidellmError(f"--tokens must be at least 2, got {tokens}")
+    with show.progress() as progress:
+        done = export_static(
+            directory, out, budget, text, tokens or TOKENS, column, base, overwrite, progress, **options
+        )
+    counts = [f"{n} of {whole} {unit}" for unit, (n, whole) in (("heads", done.heads), ("channels", done.channels))]
+    return f", {' and '.join(counts)} left, {done.spent:.1%} of the routable work"
 
 
 def card(

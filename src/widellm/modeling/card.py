@@ -1,10 +1,10 @@
-"""The model card: what a directory's README.md says about a routed model, all of it from what was recorded."""
+"""The model card: what a directory's README.md says about a model, all of it from what was recorded."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from widellm.config import WidthConfig
@@ -63,6 +63,41 @@ def model_card(config: WidthConfig, dial: Dial | None) -> str:
         *_bullets({"base fingerprint": config.base.get("fingerprint"), "configuration": config.digest()}),
         "",
     ]
+    return "\n".join(lines)
+
+
+def static_card(layers: Sequence[Mapping[str, Any]], made: Mapping[str, Any]) -> str:
+    """The card of a static form. layers: `static_model.Sizes.to_json` of each; made: its recorded provenance."""
+    made = json.loads(json.dumps(made, sort_keys=True))  # config.json, which it may come from, is sorted
+    base = str((made.get("base") or {}).get("name", ""))
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [widellm, pruned]"]
+    if _HUB_ID.fullmatch(base):
+        lines.append(f"base_model: {base}")
+    lines += ["---", "", f"# {(base or 'an unnamed model').rstrip('/').split('/')[-1]}, narrowed", ""]
+    lines += [
+        f"{base or 'An unnamed model'} with query heads and FFN channels taken out for good, in every layer as many as",
+        "the table says. It is a dense model: no routers, no budget, every token computes all that is left.",
+        "",
+        "```python",
+        "import widellm",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("THIS_REPOSITORY")  # no remote code',
+        "```",
+        "",
+        "## Layers",
+        "",
+        "| layer | query heads | KV heads | FFN channels |",
+        "|---|---|---|---|",
+    ]
+    for index, layer in enumerate(layers):
+        heads, channels = layer["heads_per_kv_head"], layer["channels"]
+        counts = ("all", "all") if heads is None else (sum(heads), len(heads))
+        lines.append(f"| {index} | {counts[0]} | {counts[1]} | {'all' if channels is None else channels} |")
+    shown = {name: value for name, value in made.items() if name not in ("base", "text", "versions")}
+    lines += ["", "## Recipe", "", *_bullets(shown)]
+    lines += ["", "## Data", "", *(_bullets(made.get("text") or {}) or ["Not recorded."])]
+    lines += ["", "## Versions", "", *(_bullets(made.get("versions") or {}) or ["Not recorded."]), ""]
     return "\n".join(lines)
 
 

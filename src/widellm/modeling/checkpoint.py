@@ -6,6 +6,8 @@ full      config.json, model*.safetensors, tokenizer   the base model in transfo
 adapter   width_config.json, width.safetensors, README.md, tokenizer, and a config.json that says `model_type: widellm`;
           the base model is named in width_config.json, with a fingerprint of its weights
 
+The static form (`static_model`) holds no routers any more: it is only loaded and pushed here, not read back.
+
 safetensors and JSON only. What `save` and `export` write appears whole under its name or not at all.
 """
 
@@ -39,7 +41,7 @@ from widellm.modeling.width_file import (
     read_width,
     write_width,
 )
-from widellm.sources.models import load_dense, local_directory, quantisation_of
+from widellm.sources.models import is_static_directory, load_dense, local_directory, quantisation_of
 from widellm.sources.quiet import quiet
 
 __all__ = [
@@ -170,6 +172,7 @@ def load(
 ) -> tuple[Any, Any]:
     """Load (model, tokenizer) from a directory of either form, or a hub id of one, in evaluation mode.
 
+    A directory of the static form loads too, as the dense model that it is.
     budget: what to set the dial to; None takes the budget the model was made for. dtype, device_map: as transformers'
     from_pretrained. base: where the base model of an adapter is now, instead of the recorded name.
     quantization_config: transformers' own, to quantise the weights of the full form while they load.
@@ -178,6 +181,12 @@ def load(
     than this package or of another base model; ConfigError for a budget outside (0, 1] or below what was calibrated.
     """
     folder = local_directory(str(path))
+    if is_static_directory(folder):
+        _check_dense(str(path), budget, base)
+        if quantization_config is not None:
+            raise ConfigError(f"{path} is of the static form: load it, and quantise the loaded model")
+        dense = load_dense(str(folder), dtype, device_map)
+        return dense.model, dense.tokenizer
     read = read_width(folder)
     if form_of(folder) == "adapter":
         dense = _load_adapter(read, dtype, device_map, base, quantization_config)
@@ -208,12 +217,16 @@ def load_any(
     folder = local_directory(name)
     if is_routed_directory(folder):
         return load(folder, budget=budget, dtype=dtype, base=base)
+    _check_dense(name, budget, base)
+    dense = load_dense(str(folder), dtype=dtype)
+    return dense.model, dense.tokenizer
+
+
+def _check_dense(name: str, budget: float | None, base: str | Path | None) -> None:
     if budget is not None and check_budget(budget) < 1.0:
         raise ConfigError(f"{name} is a dense model and has no budget: run widellm prune first, or leave --budget out")
     if base is not None:
         raise ConfigError(f"{name} is a dense model: leave the base out")
-    dense = load_dense(str(folder), dtype=dtype)
-    return dense.model, dense.tokenizer
 
 
 def _load_adapter(read: WidthFile, dtype: Any, device_map: Any, base: str | Path | None, quantisation: Any) -> Any:
@@ -290,7 +303,7 @@ def push(
     create_pr: bool = False,
     **kwargs: Any,
 ) -> str:
-    """Upload a routed model, or a routed directory as it is, to the Hugging Face hub; returns the commit's address.
+    """Upload a routed model, or a directory of any form as it is, to the hub; returns the commit's address.
 
     Its README.md is the generated model card. kwargs: as for `save`. Raises as `save` does; the hub client's own errors
     come as they are.
@@ -299,7 +312,8 @@ def push(
 
     with tempfile.TemporaryDirectory() as temporary:
         if isinstance(model, (str, Path)):
-            read_width(model)
+            if not is_static_directory(model):
+                read_width(model)
             folder = Path(model)
         else:
             folder = Path(temporary) / "model"
@@ -319,7 +333,7 @@ def push(
 
 def _check_form(form: str) -> None:
     if form not in FORMS:
-        raise ConfigError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
+        raise ConfigError(f"form must be one of {', '.join(FORMS)}, got {form!r}; static is made by export_static")
 
 
 def _model_type(folder: Path) -> str:

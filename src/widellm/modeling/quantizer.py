@@ -1,22 +1,27 @@
-"""What lets transformers' from_pretrained load the full form; see `hooks` for when it is registered.
+"""What lets transformers' from_pretrained load the full and the static form; see `hooks` for when it is registered.
 
 The full form is a plain transformers directory whose config.json says `quant_method: widellm`. transformers then asks
 us, as it asks a quantisation library, to change the model before its weights are loaded (routers are attached on the
-meta device, so that device maps know them) and after it. Nothing is quantised.
+meta device, so that device maps know them) and after it. The static form says `widellm-static`, with the sizes of its
+layers, and the model is made so small before its weights are loaded. Nothing is quantised.
 
 Imported while transformers itself is being imported: what needs a model's code waits for a model.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from widellm.config import FORMAT_VERSION
-from widellm.sources.models import ROUTED
+from widellm.errors import CheckpointError
+from widellm.sources.models import ROUTED, STATIC
 
+STATIC_FORMAT = 1
+"""Version of the static form; a newer one is refused."""
 MARKER = {"quant_method": ROUTED, "format_version": FORMAT_VERSION}
 """What the full form's config.json has as its quantization_config."""
 
@@ -45,8 +50,43 @@ class RouterConfig(QuantizationConfigMixin):
         return dict(MARKER)
 
 
-class RouterQuantizer(HfQuantizer):
-    """Attaches routers to the model that from_pretrained is building, then fills them from `width.safetensors`."""
+class StaticConfig(QuantizationConfigMixin):
+    """The quantization_config of the static form: all that its config.json says beyond the base model's.
+
+    Raises CheckpointError when it is of a newer format, or not such a configuration.
+    """
+
+    def __init__(
+        self,
+        quant_method: str = STATIC,
+        format_version: int = STATIC_FORMAT,
+        layers: Any = (),
+        provenance: dict[str, Any] | None = None,
+        **unknown: Any,
+    ) -> None:
+        if not isinstance(format_version, int) or format_version > STATIC_FORMAT:
+            raise CheckpointError(
+                f"config.json has format_version {format_version!r} of the static form, this widellm reads up to "
+                f"{STATIC_FORMAT}: upgrade widellm"
+            )
+        if unknown or not isinstance(layers, (list, tuple)):
+            raise CheckpointError(
+                f"config.json describes the static form with {sorted(unknown) or layers!r}: export it again"
+            )
+        self.quant_method = quant_method
+        self.format_version = format_version
+        self.layers = list(layers)
+        """One for each layer, see `static_model.Sizes`."""
+        self.provenance = provenance or {}
+        """What it was made from, and how what it keeps was chosen."""
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("quant_method", "format_version", "layers", "provenance")
+        return copy.deepcopy({name: getattr(self, name) for name in names})
+
+
+class _Loader(HfQuantizer):
+    """What both have in common: nothing is quantised, and the loaded model shall not look as if it were."""
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True
@@ -54,6 +94,33 @@ class RouterQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return True
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        self.remove_quantization_config(model)
+        for module in model.modules():
+            if getattr(getattr(module, "config", None), "_is_quantized", False):
+                del module.config._is_quantized
+        return model
+
+
+class StaticQuantizer(_Loader):
+    """Makes the model that from_pretrained is building as small as its config.json says."""
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        from widellm.modeling.static_model import narrow
+
+        narrow(model, self.quantization_config)
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        from widellm.modeling.static_model import check_shapes
+
+        check_shapes(model)
+        return super()._process_model_after_weight_loading(model, **kwargs)
+
+
+class RouterQuantizer(_Loader):
+    """Attaches routers to the model that from_pretrained is building, then fills them from `width.safetensors`."""
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         from widellm.modeling import attaching
@@ -65,21 +132,19 @@ class RouterQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         from widellm.modeling import attaching
 
-        self.remove_quantization_config(model)
-        for module in model.modules():
-            if getattr(getattr(module, "config", None), "_is_quantized", False):
-                del module.config._is_quantized
+        super()._process_model_after_weight_loading(model, **kwargs)
         attaching.finish(model, self.quantization_config, self.read)
         return model
 
 
 def register_loader() -> None:
-    """Tell transformers which class handles `quant_method: widellm`."""
+    """Tell transformers which classes handle `quant_method: widellm` and `widellm-static`."""
     from transformers.quantizers import auto
 
-    if ROUTED not in auto.AUTO_QUANTIZER_MAPPING:
-        auto.register_quantization_config(ROUTED)(RouterConfig)
-        auto.register_quantizer(ROUTED)(RouterQuantizer)
+    for name, config, loader in ((ROUTED, RouterConfig, RouterQuantizer), (STATIC, StaticConfig, StaticQuantizer)):
+        if name not in auto.AUTO_QUANTIZER_MAPPING:
+            auto.register_quantization_config(name)(config)
+            auto.register_quantizer(name)(loader)
 
 
 # whoever imports this first has the registration, even where the hook met it half-imported

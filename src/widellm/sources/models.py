@@ -43,6 +43,8 @@ UNPACKED = "compressed-tensors"
 unpacks the weights for good at the first call anyway."""
 ROUTED = "widellm"
 """The quant_method by which a routed directory asks transformers to call us; its weights are not quantised."""
+STATIC = "widellm-static"
+"""The quant_method by which a directory of narrowed layers does; it is loaded as its config.json says."""
 # buffers that old checkpoints carry and every transformers since 4.3x computes itself
 _COMPUTED = (".rotary_emb.inv_freq",)
 
@@ -193,7 +195,7 @@ def quantisation_of(folder: str | Path) -> str | None:
         raise CheckpointError(f"{path} names no model_type: it is not a transformers model's configuration")
     quantisation = config.get("quantization_config")
     method = quantisation.get("quant_method", "?") if isinstance(quantisation, dict) else quantisation
-    if not method or method == ROUTED:
+    if not method or method in (ROUTED, STATIC):
         return None
     if method not in QUANTISERS:
         raise UnsupportedModelError(
@@ -201,6 +203,15 @@ def quantisation_of(folder: str | Path) -> str | None:
         )
     require(QUANTISERS[method], "quant", f"{folder} is quantised ({method}), and")
     return str(method)
+
+
+def is_static_directory(folder: str | Path) -> bool:
+    """Whether a directory's config.json says that its layers are narrowed."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        return bool(config["quantization_config"]["quant_method"] == STATIC)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def unpack(config: Any) -> Any:
