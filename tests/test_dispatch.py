@@ -131,14 +131,18 @@ def test_native_kernels_are_taken_where_they_win() -> None:
 
 
 @pytest.mark.skipif(not cpu.availability()[0], reason="the native library is not built")
-def test_dense_is_taken_where_everything_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    for op in ("routed_ffn", "routed_in", "routed_out"):
-        assert choose(512, 1.0, op=op) == "masked" and choose(512, 0.75, op=op) == choose(32, 1.0, op=op) == "cpu"
-    near = dispatch.DENSE_OUT_DENSITY + 0.01
-    assert dispatch.decide("routed_out", 32, 32, 4, torch.float32, 512, near, True)[0] == "masked"
-    assert dispatch.decide("routed_out", 4096, 4096, 4, torch.float32, 512, near, True)[0] == "cpu"
-    monkeypatch.setattr(dispatch, "DENSE_MAX_FFN", 16)
-    assert choose(512, 1.0) == "cpu" and choose(512, 1.0, op="routed_out") == "masked"
+def test_dense_is_taken_where_torch_is_faster() -> None:
+    near, size = dispatch.DENSE_OUT_DENSITY + 0.01, dispatch.DENSE_MAX_OUT
+
+    def out(inputs: int, rows: int, density: float) -> str:
+        return dispatch.decide("routed_out", inputs, inputs, 4, torch.float32, rows, density, True)[0]
+
+    many = dispatch.DENSE_OUT_ROWS + 1
+    assert out(size, many, near) == "masked" and out(size, many, 0.9) == "cpu"
+    assert out(size, many - 1, 1.0) == out(2 * size, many, 1.0) == "cpu"
+    assert choose(512, 1.0, op="routed_in") == "masked"
+    assert choose(512, 0.75, op="routed_in") == choose(32, 1.0, op="routed_in") == "cpu"
+    assert choose(512, 1.0, op="routed_ffn") == choose(33, 1.0, op="routed_ffn") == "cpu"
 
 
 @pytest.mark.requirement("R28")

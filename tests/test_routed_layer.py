@@ -313,16 +313,16 @@ def test_agreed_by_hand() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("most", [0, 10**9])
-def test_many_rows_at_budget_one_by_either_way(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "masked"])
+def test_many_rows_at_budget_one_by_either_way(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, dense = tiny_model("llama"), tiny_model("llama")
     width = route(model)
     set_budget(model, 1.0)
-    monkeypatch.setattr(dispatch, "DENSE_MAX_FFN", most)
+    monkeypatch.setattr(dispatch, "decide", lambda *a: (backend, "for this test"))
     calls: list[int] = []
     native = cpu.routed_ffn
     monkeypatch.setattr(cpu, "routed_ffn", lambda *a, **k: calls.append(1) or native(*a, **k))  # type: ignore[func-returns-value]
     ids = torch.randint(0, 250, (2, 40), generator=torch.Generator().manual_seed(5))
     torch.testing.assert_close(model(ids).logits, dense(ids).logits, atol=1e-4, rtol=1e-3)
-    assert len(calls) == (2 if most == 0 else 0)
+    assert len(calls) == (2 if backend == "cpu" else 0)
     assert all(s.keep is None for s in width.sublayers)

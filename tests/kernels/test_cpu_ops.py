@@ -143,6 +143,47 @@ def test_groups_that_nobody_keeps_are_not_read(rows: int) -> None:
     assert torch.isfinite(got).all()
 
 
+def masks_of(kind: str, rows: int, groups: int) -> Tensor:
+    """How masks come: each row its own choice; learned ones, of which groups that all or no rows keep are a part; all
+    rows alike; all kept; nothing kept."""
+    keep = torch.rand(rows, groups) < 0.5
+    if kind == "learned":
+        keep = torch.rand(rows, groups) < torch.rand(groups) ** 2
+        keep[:, :2], keep[:, 2:4] = True, False
+    return {"shared": keep[:1].expand(rows, -1).contiguous(), "all": keep | True, "none": keep & False}.get(kind, keep)
+
+
+@pytest.mark.parametrize("kind", ["random", "learned", "shared", "all", "none"])
+@pytest.mark.parametrize("size, groups, outputs", [(64, 9, 70), (3, 21, 130), (130, 17, 64), (1, 40, 5)])
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_sorted_by_what_they_keep_give_what_each_row_gives_alone(
+    kind: str, size: int, groups: int, outputs: int, isa: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(size)
+    w = torch.randn(groups * size, outputs).to(dtype).t()
+    for rows in (33, 200):
+        x, keep = torch.randn(rows, groups * size).to(dtype), masks_of(kind, rows, groups)
+        x.masked_fill_(~keep.repeat_interleave(size, 1), math.nan)  # what is dropped is not used
+        got = cpu.routed_out(x, w, keep, isa=isa)
+        some = torch.randperm(rows)[:40]  # other rows beside it, another number of them: the same bits
+        assert torch.equal(got[some], cpu.routed_out(x[some], w, keep[some], isa=isa))
+        close(got, x.nan_to_num(nan=0.0).double() @ w.double().t(), dtype)
+        assert torch.equal(got, cpu.routed_out(x, w.contiguous(), keep, isa=isa))  # packed from the other layout
+
+
+@pytest.mark.parametrize("kind", ["random", "learned", "shared", "all"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_weights_give_the_bits_of_streamed_ones(kind: str, dtype: torch.dtype) -> None:
+    # 28 and more rows of large weights that nearly all keep are multiplied in tiles, a single row never is
+    groups, size, outputs = 33, 36, 460
+    w = torch.randn(groups * size, outputs).to(dtype).t()
+    for rows in (28, 32):
+        x, keep = torch.randn(rows, groups * size).to(dtype), masks_of(kind, rows, groups)
+        alone = [cpu.routed_out(x[i : i + 1], w, keep[i : i + 1]) for i in range(rows)]
+        assert torch.equal(cpu.routed_out(x, w, keep), torch.cat(alone))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [5, 32, 100])
 def test_a_row_does_not_depend_on_its_batch_mates(rows: int, dtype: torch.dtype) -> None:

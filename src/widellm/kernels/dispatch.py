@@ -21,13 +21,12 @@ from widellm.kernels.cpu import NATIVE_TYPES
 
 _SAMPLE = 8192
 
-# The rules, measured on 2 cores with AVX512-BF16 (docs/bench.md). The native backend is taken where anything is
-# skipped: it is then no slower than dense, then drop. With everything kept and many rows torch's linears are faster,
-# except on large FFNs: there torch is slow, and slower still on input-major weights.
-DENSE_MAX_FFN = 4_000_000  # D x F
-# Sums out of the groups are kept in float32 between them, which costs about as much as a tenth of the work saves.
-DENSE_OUT_DENSITY = 0.88
-DENSE_MAX_OUT = 2048  # inputs N: beyond, torch is slow on input-major weights here too
+# The rules, measured on 2 cores with AVX512-BF16 (docs/bench.md). The native backend is taken almost everywhere: where
+# anything is skipped it is no slower than dense, then drop, and with everything kept it beats torch on input-major
+# weights. Torch is faster at maps into groups that are all kept, and with many rows at small maps out of them.
+DENSE_OUT_DENSITY = 0.95
+DENSE_OUT_ROWS = 256
+DENSE_MAX_OUT = 2048  # inputs N
 # Plain torch's one GEMM per group: below this many rows a group's share of them is too small, above this density the
 # gathers cost more than the skipped work saves.
 GROUPED_MIN_ROWS = 256
@@ -47,12 +46,15 @@ def choose(op: str, x: Tensor, keep: Tensor, width: int) -> str:
 
     For routed_attention x is q `[B, Tq, H, d]` and keep `[B, Tq, G]`. Takes some tens of microseconds.
     """
-    if x.device.type == "cuda":
+    device = x.device.type
+    if device == "cuda":
         return choose_on_gpu(op, keep.shape[0], width // keep.shape[-1])[0]
-    native = x.device.type == "cpu" and x.dtype in NATIVE_TYPES and cpu.availability()[0]
+    native = device == "cpu" and x.dtype in NATIVE_TYPES and cpu.availability()[0]
     if op == "routed_attention":
         return "cpu" if native else "masked"
     rows, groups = keep.shape
+    if native and rows <= cpu.few_rows() and active_table(torch.get_num_threads()) is None:
+        return "cpu"  # what the rules say of any density; counting it would take a tenth of a small op
     return decide(op, x.shape[-1], width, groups, x.dtype, rows, density_of(keep), native)[0]
 
 
@@ -117,12 +119,11 @@ def decide(
             best = min(usable, key=usable.__getitem__)
             times = ", ".join(f"{b} {ms:.3g} ms" for b, ms in sorted(usable.items(), key=lambda item: item[1]))
             return best, f"measured: {times}"
-    if native and rows > cpu.few_rows():
-        large = op == "routed_ffn" and inputs * width > DENSE_MAX_FFN
-        if density >= 1.0 and not large:
-            return "masked", "rule: everything is kept"
-        if op == "routed_out" and density >= DENSE_OUT_DENSITY and inputs <= DENSE_MAX_OUT:
-            return "masked", f"rule: dense from density {DENSE_OUT_DENSITY:g} on"
+    if native and op == "routed_in" and density >= 1.0 and rows > cpu.few_rows():
+        return "masked", "rule: everything is kept"
+    if native and op == "routed_out" and density >= DENSE_OUT_DENSITY and inputs <= DENSE_MAX_OUT:
+        if rows > DENSE_OUT_ROWS:
+            return "masked", f"rule: dense from density {DENSE_OUT_DENSITY:g} on above {DENSE_OUT_ROWS} rows"
     if native:
         return "cpu", "rule: native kernels where they can run"
     if op == "routed_ffn" and rows >= GROUPED_MIN_ROWS and density <= GROUPED_MAX_DENSITY:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.machinery
-from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,6 +159,7 @@ def _level(isa: str | None) -> int:
     return LEVELS[isa]
 
 
+@functools.cache
 def availability() -> tuple[bool, str]:
     """(can the native backend run here, the instruction set it uses or why it is missing)."""
     lib, why = _open()
@@ -179,6 +180,7 @@ def levels() -> list[str]:
     return [name for name, level in LEVELS.items() if lib.widellm_level(level) == level]
 
 
+@functools.cache
 def few_rows() -> int:
     """Up to this many rows (inclusive) the kernels of few rows run, and `FusedLayer` can be used."""
     return int(library().widellm_few_rows())
@@ -200,16 +202,16 @@ def run_fields(dtype: torch.dtype, isa: str | None, work: int, *weights: Weight 
     """
     if dtype not in DTYPES:
         raise BackendError(f"backend 'cpu' computes in float32 or bfloat16, got {dtype}")
-    kinds = {isinstance(w, Int8) for w in weights if w is not None}
-    if len(kinds) > 1:
+    int8 = isinstance(weights[-1], Int8) if weights else False
+    if any(w is not None and isinstance(w, Int8) != int8 for w in weights):
         raise BackendError("backend 'cpu' multiplies weights that are all int8, or none of them")
     threads = min(torch.get_num_threads(), 1 + work // GRAIN)
-    return Run(_level(isa), threads, DTYPES[dtype], INT8 if True in kinds else DTYPES[dtype])
+    return Run(_level(isa), threads, DTYPES[dtype], INT8 if int8 else DTYPES[dtype])
 
 
 def call(name: str, *structs: Structure) -> None:
     """Call an exported function. Raises MemoryError when scratch memory cannot be had."""
-    code = getattr(library(), name)(*map(ctypes.byref, structs))
+    code = getattr(library(), name)(*map(byref, structs))
     if code == 1:
         raise MemoryError(f"{name}: out of memory")
     if code:
