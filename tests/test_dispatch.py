@@ -131,18 +131,19 @@ def test_native_kernels_are_taken_where_they_win() -> None:
 
 
 @pytest.mark.skipif(not cpu.availability()[0], reason="the native library is not built")
-def test_dense_is_taken_where_torch_is_faster() -> None:
-    near, size = dispatch.DENSE_OUT_DENSITY + 0.01, dispatch.DENSE_MAX_OUT
+def test_bare_torch_is_taken_where_it_is_faster() -> None:
+    for op in ("routed_ffn", "routed_in", "routed_out"):
+        assert choose(512, 1.0, op=op) == choose(33, 1.0, op=op) == "cpu"
 
-    def out(inputs: int, rows: int, density: float) -> str:
-        return dispatch.decide("routed_out", inputs, inputs, 4, torch.float32, rows, density, True)[0]
+    def native(op: str, inputs: int, rows: int) -> bool:
+        weight = torch.zeros(inputs, 8).t()
+        return dispatch.native_when_dense(op, torch.zeros(rows, inputs), weight, inputs, 4)
 
-    many = dispatch.DENSE_OUT_ROWS + 1
-    assert out(size, many, near) == "masked" and out(size, many, 0.9) == "cpu"
-    assert out(size, many - 1, 1.0) == out(2 * size, many, 1.0) == "cpu"
-    assert choose(512, 1.0, op="routed_in") == "masked"
-    assert choose(512, 0.75, op="routed_in") == choose(32, 1.0, op="routed_in") == "cpu"
-    assert choose(512, 1.0, op="routed_ffn") == choose(33, 1.0, op="routed_ffn") == "cpu"
+    many, large = dispatch.DENSE_OUT_ROWS + 1, 2 * dispatch.DENSE_MAX_OUT
+    assert not native("routed_out", 32, many) and native("routed_ffn", 32, many)
+    assert native("routed_out", large, many) and native("routed_out", 32, many - 1)
+    put({cost_table.key("routed_out", 32, 32, 4, torch.float32, many, 1.0): {"masked": 1.0, "cpu": 0.1}})
+    assert native("routed_out", 32, many)
 
 
 @pytest.mark.requirement("R28")

@@ -21,10 +21,9 @@ from widellm.kernels.cpu import NATIVE_TYPES
 
 _SAMPLE = 8192
 
-# The rules, measured on 2 cores with AVX512-BF16 (docs/bench.md). The native backend is taken almost everywhere: where
-# anything is skipped it is no slower than dense, then drop, and with everything kept it beats torch on input-major
-# weights. Torch is faster at maps into groups that are all kept, and with many rows at small maps out of them.
-DENSE_OUT_DENSITY = 0.95
+# The rules, measured on 2 cores with AVX512-BF16 (docs/bench.md). The native backend is taken wherever it can run: it is
+# no slower than dense, then drop, whatever the density. Only where nothing is dropped (budget 1.0), torch's bare linear
+# is faster for small maps out of the groups and many rows.
 DENSE_OUT_ROWS = 256
 DENSE_MAX_OUT = 2048  # inputs N
 # Plain torch's one GEMM per group: below this many rows a group's share of them is too small, above this density the
@@ -77,7 +76,8 @@ def native_when_dense(op: str, x: Tensor, weight: Tensor, width: int, groups: in
     graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if not stored or graph or torch.compiler.is_compiling() or x.dtype not in NATIVE_TYPES or not cpu.availability()[0]:
         return False
-    if rows <= cpu.few_rows():
+    small = op == "routed_out" and x.shape[-1] <= DENSE_MAX_OUT and rows > DENSE_OUT_ROWS
+    if rows <= cpu.few_rows() or (small and active_table(torch.get_num_threads()) is None):
         return False
     return decide(op, x.shape[-1], width, groups, x.dtype, rows, 1.0, True)[0] == "cpu"
 
@@ -119,11 +119,6 @@ def decide(
             best = min(usable, key=usable.__getitem__)
             times = ", ".join(f"{b} {ms:.3g} ms" for b, ms in sorted(usable.items(), key=lambda item: item[1]))
             return best, f"measured: {times}"
-    if native and op == "routed_in" and density >= 1.0 and rows > cpu.few_rows():
-        return "masked", "rule: everything is kept"
-    if native and op == "routed_out" and density >= DENSE_OUT_DENSITY and inputs <= DENSE_MAX_OUT:
-        if rows > DENSE_OUT_ROWS:
-            return "masked", f"rule: dense from density {DENSE_OUT_DENSITY:g} on above {DENSE_OUT_ROWS} rows"
     if native:
         return "cpu", "rule: native kernels where they can run"
     if op == "routed_ffn" and rows >= GROUPED_MIN_ROWS and density <= GROUPED_MAX_DENSITY:

@@ -10,8 +10,7 @@ What each computes is written in `reference.py`. A backend changes the time and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -54,22 +53,18 @@ def check_backend(name: str) -> str:
     raise BackendError(f"backend {name!r} {why}; usable: {usable}")
 
 
-def _backend(name: str, op: str, x: Tensor, keep: Tensor, width: int) -> Callable[..., Tensor]:
+def _run(name: str, op: str, x: Tensor, keep: Tensor, width: int, *args: object) -> Tensor:
+    """`op` on all of `args`, by backend `name`; x, keep and width are what `auto` chooses by."""
     if name == "auto":
-        return partial(_auto, dispatch.choose(op, x, keep, width), op)
+        # It cannot see a weight's layout, and the native library does not take all.
+        try:
+            return getattr(BACKENDS[dispatch.choose(op, x, keep, width)], op)(*args)
+        except BackendError:
+            return getattr(masked, op)(*args)
     here = {"cpu": cpu.availability, "triton": gpu.availability}
     if name not in BACKENDS or (name in here and not here[name]()[0]):
         check_backend(name)
-    backend: Callable[..., Tensor] = getattr(BACKENDS[name], op)
-    return backend
-
-
-def _auto(name: str, op: str, *args: object) -> Tensor:
-    """Run what dispatch chose by sizes; it cannot see a weight's layout, and the native library does not take all."""
-    try:
-        return getattr(BACKENDS[name], op)(*args)
-    except BackendError:
-        return getattr(masked, op)(*args)
+    return getattr(BACKENDS[name], op)(*args)
 
 
 def _check(op: str, keep: Tensor, rows: int, size: int) -> None:
@@ -157,8 +152,8 @@ def _run_ffn(
     backend: str,
 ) -> Tensor:
     _check("routed_ffn", keep, x.shape[0], w_up.shape[0])
-    op = _backend(backend, "routed_ffn", x, keep, w_up.shape[0])
-    return op(x, w_gate, w_up, w_down, keep, act, b_gate, b_up, b_down)
+    weights = (w_gate, w_up, w_down)
+    return _run(backend, "routed_ffn", x, keep, w_up.shape[0], x, *weights, keep, act, b_gate, b_up, b_down)
 
 
 _routed_ffn = torch.library.custom_op("widellm::routed_ffn", _run_ffn, mutates_args=())
@@ -182,7 +177,7 @@ def _(
 
 def _run_in(x: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None, backend: str) -> Tensor:
     _check("routed_in", keep, x.shape[0], w.shape[0])
-    return _backend(backend, "routed_in", x, keep, w.shape[0])(x, w, keep, bias)
+    return _run(backend, "routed_in", x, keep, w.shape[0], x, w, keep, bias)
 
 
 _routed_in = torch.library.custom_op("widellm::routed_in", _run_in, mutates_args=())
@@ -195,7 +190,7 @@ def _(x: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None, backend: str) -> 
 
 def _run_out(h: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None, backend: str) -> Tensor:
     _check("routed_out", keep, h.shape[0], w.shape[1])
-    return _backend(backend, "routed_out", h, keep, w.shape[1])(h, w, keep, bias)
+    return _run(backend, "routed_out", h, keep, w.shape[1], h, w, keep, bias)
 
 
 _routed_out = torch.library.custom_op("widellm::routed_out", _run_out, mutates_args=())
@@ -215,7 +210,7 @@ def _run_attention(
             f"routed_attention: keep must be bool [{batch}, {tq}, G] with G dividing {heads}, "
             f"got {keep.dtype} {list(keep.shape)}"
         )
-    return _backend(backend, "routed_attention", q, keep, heads)(q, k, v, keep, mask, scale)
+    return _run(backend, "routed_attention", q, keep, heads, q, k, v, keep, mask, scale)
 
 
 _routed_attention = torch.library.custom_op("widellm::routed_attention", _run_attention, mutates_args=())
