@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-from widellm.bench.cases import Call, ModelShape, native_ready, random_router
+from widellm.bench.cases import Call, ModelShape, copies, in_turn, native_ready, random_router
 from widellm.bench.masks import random_mask
 from widellm.bench.rows import OpRow
 from widellm.kernels import cpu
@@ -222,20 +222,18 @@ def router_rows(s: ModelShape, dtype: torch.dtype, rows: Sequence[int], rounds: 
 def interleaved_rows(s: ModelShape, dtype: torch.dtype, rows: Sequence[int], rounds: int) -> Iterator[OpRow]:
     """What it costs that native ops and torch's take turns on one pool of threads: nothing, when the speed-up is 1.
 
-    `ms` is a pair, one of each; `dense_ms` the sum of the two when each kind runs back to back.
+    `ms` is a pair, one of each; `dense_ms` the sum of the two when each kind runs back to back. Each kind has weights
+    of its own that exceed the caches, used in turn: else those that run back to back would find theirs near, which
+    says nothing of threads.
     """
     if not native_ready(dtype):
         return
-    weights, other = noise(s.inner, s.hidden, dtype=dtype), noise(s.inner, s.hidden, dtype=dtype)
+    sets = [noise(s.inner, s.hidden, dtype=dtype) for _ in range(copies(s.inner * s.hidden * dtype.itemsize))]
+    others = [w.clone() for w in sets]
     for count in rows:
         x, keep = noise(count, s.hidden, dtype=dtype, scale=1.0), random_mask(count, s.inner // s.ffn_group, 0.5)
-
-        def native(x: Tensor = x, keep: Tensor = keep) -> Tensor:
-            return cpu.routed_in(x, weights, keep)
-
-        def dense(x: Tensor = x) -> Tensor:
-            return linear(x, other)
-
+        native = in_turn(lambda w, x=x, keep=keep: cpu.routed_in(x, w, keep), sets)
+        dense = in_turn(lambda w, x=x: linear(x, w), others)
         calls: dict[str, Call] = {
             "pair": lambda native=native, dense=dense: [f() for f in (native, dense) * 4],  # type: ignore[misc]
             "apart": lambda native=native, dense=dense: [f() for f in (native,) * 4 + (dense,) * 4],  # type: ignore[misc]

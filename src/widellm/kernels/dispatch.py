@@ -21,9 +21,9 @@ from widellm.kernels.cpu import NATIVE_TYPES
 
 _SAMPLE = 8192
 
-# The rules, measured on 2 cores with AVX512-BF16 (docs/bench.md). The native backend is taken wherever it can run: it is
-# no slower than dense, then drop, whatever the density. Only where nothing is dropped (budget 1.0), torch's bare linear
-# is faster for small maps out of the groups and many rows.
+# The rules, measured on 2 cores with AVX512-BF16 (docs/bench.md). The native backend is taken wherever it can run: it
+# is no slower than dense, then drop, whatever the density. Only where nothing is dropped (budget 1.0), torch's bare
+# linear is faster for small maps out of the groups and many rows.
 DENSE_OUT_ROWS = 256
 DENSE_MAX_OUT = 2048  # inputs N
 # Plain torch's one GEMM per group: below this many rows a group's share of them is too small, above this density the
@@ -51,7 +51,7 @@ def choose(op: str, x: Tensor, keep: Tensor, width: int) -> str:
     native = device == "cpu" and x.dtype in NATIVE_TYPES and cpu.availability()[0]
     if op == "routed_attention":
         return "cpu" if native else "masked"
-    rows, groups = keep.shape
+    rows, groups = x.shape[0], keep.shape[-1]
     if native and rows <= cpu.few_rows() and active_table(torch.get_num_threads()) is None:
         return "cpu"  # what the rules say of any density; counting it would take a tenth of a small op
     return decide(op, x.shape[-1], width, groups, x.dtype, rows, density_of(keep), native)[0]

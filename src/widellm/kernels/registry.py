@@ -55,30 +55,35 @@ def check_backend(name: str) -> str:
 
 def _run(name: str, op: str, x: Tensor, keep: Tensor, width: int, *args: object) -> Tensor:
     """`op` on all of `args`, by backend `name`; x, keep and width are what `auto` chooses by."""
-    if name == "auto":
-        # It cannot see a weight's layout, and the native library does not take all.
-        try:
-            return getattr(BACKENDS[dispatch.choose(op, x, keep, width)], op)(*args)
-        except BackendError:
-            return getattr(masked, op)(*args)
+    chosen = dispatch.choose(op, x, keep, width) if name == "auto" else name
     here = {"cpu": cpu.availability, "triton": gpu.availability}
-    if name not in BACKENDS or (name in here and not here[name]()[0]):
+    if name != "auto" and (name not in BACKENDS or (name in here and not here[name]()[0])):
         check_backend(name)
-    return getattr(BACKENDS[name], op)(*args)
+    if chosen != "cpu":  # which checks by itself: twice would be a tenth of a small op
+        _check(op, x, keep, width)
+    try:
+        return getattr(BACKENDS[chosen], op)(*args)
+    except BackendError:
+        # `auto` cannot see a weight's layout, and the native library does not take all.
+        if name != "auto":
+            raise
+        return getattr(masked, op)(*args)
 
 
-def _check(op: str, keep: Tensor, rows: int, size: int) -> None:
-    fits = keep.ndim == 2 and keep.shape[0] == rows and keep.shape[1] > 0 and size % keep.shape[1] == 0
+def _check(op: str, x: Tensor, keep: Tensor, size: int) -> None:
+    lead = tuple(x.shape[: 2 if op == "routed_attention" else 1])
+    fits = keep.ndim == len(lead) + 1 and keep.shape[:-1] == lead and keep.shape[-1] > 0 and size % keep.shape[-1] == 0
     if keep.dtype != torch.bool or not fits:
+        shape = ", ".join(map(str, lead))
         raise ValueError(
-            f"{op}: keep must be bool [{rows}, G] with G dividing {size}, got {keep.dtype} {list(keep.shape)}"
+            f"{op}: keep must be bool [{shape}, G] with G dividing {size}, got {keep.dtype} {list(keep.shape)}"
         )
 
 
 def _eager(x: Tensor) -> bool:
     """Whether a call may bypass torch's dispatcher (20 us, an op's time): real CPU tensors, and nobody is tracing."""
-    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return type(x) is Tensor and x.device.type == "cpu" and not tracing
+    plain = type(x) is Tensor and x.device.type == "cpu"
+    return plain and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
 
 
 def _needs_grad(*tensors: Tensor | None) -> bool:
@@ -151,7 +156,6 @@ def _run_ffn(
     b_down: Tensor | None,
     backend: str,
 ) -> Tensor:
-    _check("routed_ffn", keep, x.shape[0], w_up.shape[0])
     weights = (w_gate, w_up, w_down)
     return _run(backend, "routed_ffn", x, keep, w_up.shape[0], x, *weights, keep, act, b_gate, b_up, b_down)
 
@@ -176,7 +180,6 @@ def _(
 
 
 def _run_in(x: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None, backend: str) -> Tensor:
-    _check("routed_in", keep, x.shape[0], w.shape[0])
     return _run(backend, "routed_in", x, keep, w.shape[0], x, w, keep, bias)
 
 
@@ -189,7 +192,6 @@ def _(x: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None, backend: str) -> 
 
 
 def _run_out(h: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None, backend: str) -> Tensor:
-    _check("routed_out", keep, h.shape[0], w.shape[1])
     return _run(backend, "routed_out", h, keep, w.shape[1], h, w, keep, bias)
 
 
@@ -204,13 +206,7 @@ def _(h: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None, backend: str) -> 
 def _run_attention(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor, mask: Tensor | None, scale: float | None, backend: str
 ) -> Tensor:
-    batch, tq, heads, _ = q.shape
-    if keep.dtype != torch.bool or keep.shape[:2] != (batch, tq) or heads % keep.shape[-1]:
-        raise ValueError(
-            f"routed_attention: keep must be bool [{batch}, {tq}, G] with G dividing {heads}, "
-            f"got {keep.dtype} {list(keep.shape)}"
-        )
-    return _run(backend, "routed_attention", q, keep, heads, q, k, v, keep, mask, scale)
+    return _run(backend, "routed_attention", q, keep, q.shape[2], q, k, v, keep, mask, scale)
 
 
 _routed_attention = torch.library.custom_op("widellm::routed_attention", _run_attention, mutates_args=())
