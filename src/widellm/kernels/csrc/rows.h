@@ -12,6 +12,8 @@ constexpr int kDotRows = 4;  // rows of x per tile; with 4 weight rows, half of 
 constexpr int kDotRows = 2;
 #endif
 constexpr int kPairCols = 2 * kLanes;
+constexpr int64_t kDotChunk = 1024;  // inputs of a row that are taken at a time, where there are many rows and they are
+constexpr int64_t kLongRow = 4096;   // longer than this in bytes: two tiles of whole rows would not fit the first cache
 
 template <class T> struct Dot {  // one step along the inputs of a dot product
   typedef vf reg;
@@ -180,6 +182,37 @@ static void dot_stream(const W *w, int64_t ldw, int64_t nw, const T *const *x, i
   if (r < nw) dot_columns<T, W, C>(w + r * ldw, ldw, nw - r, x, n, out + r, ldout, nullptr);
 }
 
+// Four weight rows against whole tiles of rows of x that are long: kDotChunk inputs at a time, so that the weights' stay
+// in the first cache for all tiles. after: the four weight rows that are wanted next, or null
+template <class T, class W>
+static void dot_chunks(const W *w, int64_t ldw, const T *const *x, int64_t tiles, int64_t n, float *out, int64_t ldout,
+                       const W *after) {
+  vf sums[kFewRows / kDotRows][4][kDotRows];
+  for (int64_t k = 0; k < n; k += kDotChunk) {
+    int64_t depth = imin(kDotChunk, n - k);
+    const W *wp[4] = {w + k, w + ldw + k, w + 2 * ldw + k, w + 3 * ldw + k};
+    for (int64_t t = 0; t < tiles; t++) {
+      vf acc[4][kDotRows] = {};
+      if (k > 0) memcpy((void *)acc, sums[t], sizeof acc);
+      const T *xp[kDotRows];
+      for (int c = 0; c < kDotRows; c++) xp[c] = x[t * kDotRows + c] + k;
+      int64_t wanted = 4 * t / tiles, wanted_end = 4 * (t + 1) / tiles;
+      if (after && wanted_end > wanted) {
+        const W *ahead[2] = {after + wanted * ldw + k, after + (wanted_end - 1) * ldw + k};
+        dot_tile<T, W, 4, kDotRows, 2>(wp, xp, depth, acc, ahead);
+      } else {
+        dot_tile<T, W, 4, kDotRows>(wp, xp, depth, acc);
+      }
+      memcpy((void *)sums[t], acc, sizeof acc);
+    }
+  }
+  for (int64_t t = 0; t < tiles; t++)
+    for (int c = 0; c < kDotRows; c++) {
+      f4 y = sum_each(sums[t][0][c], sums[t][1][c], sums[t][2][c], sums[t][3][c]);
+      memcpy(out + (t * kDotRows + c) * ldout, &y, sizeof y);
+    }
+}
+
 // out[c * ldout + r] = w[r] . x[c] for nw weight rows and nx rows of x; next: weight rows that are wanted after these
 template <class T, class W>
 static void dot_rows(const W *w, int64_t ldw, int64_t nw, const T *const *x, int64_t nx, int64_t n, float *out,
@@ -198,7 +231,9 @@ static void dot_rows(const W *w, int64_t ldw, int64_t nw, const T *const *x, int
   for (int64_t r = 0; r < nw; r += 4) {
     int64_t rows = imin(4, nw - r);
     const W *after = r + 4 < nw ? w + (r + 4) * ldw : next;
-    for (int64_t t = 0; t < tiles; t++) {
+    const bool chunks = n * (int64_t)sizeof(T) > kLongRow && rows == 4;
+    if (chunks) dot_chunks<T, W>(w + r * ldw, ldw, x, nx / kDotRows, n, out + r, ldout, after);
+    for (int64_t t = chunks ? nx / kDotRows : 0; t < tiles; t++) {
       int64_t c = t * kDotRows, wanted = 4 * t / tiles, wanted_end = 4 * (t + 1) / tiles;
       const W *ahead[2] = {after + wanted * ldw, after + imax(wanted_end - 1, wanted) * ldw};
       const W *const *pa = after && wanted_end > wanted ? ahead : nullptr;
