@@ -173,15 +173,23 @@ def test_rows_sorted_by_what_they_keep_give_what_each_row_gives_alone(
 
 
 @pytest.mark.parametrize("kind", ["random", "learned", "shared", "all"])
+@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_packed_weights_give_the_bits_of_streamed_ones(kind: str, dtype: torch.dtype) -> None:
-    # 28 and more rows of large weights that nearly all keep are multiplied in tiles, a single row never is
-    groups, size, outputs = 33, 36, 460
-    w = torch.randn(groups * size, outputs).to(dtype).t()
-    for rows in (28, 32):
+def test_few_rows_give_the_bits_of_each_alone(kind: str, isa: str, dtype: torch.dtype) -> None:
+    # 12 and more rows of a group are summed up in larger tiles, long rows multiplied by chunks
+    groups, size, long = 9, 13, 4099
+    w, w_in = torch.randn(groups * size, 70).to(dtype).t(), torch.randn(18, long).to(dtype)
+    for rows in (11, 14, 31, 32):
         x, keep = torch.randn(rows, groups * size).to(dtype), masks_of(kind, rows, groups)
-        alone = [cpu.routed_out(x[i : i + 1], w, keep[i : i + 1]) for i in range(rows)]
-        assert torch.equal(cpu.routed_out(x, w, keep), torch.cat(alone))
+        wide = torch.randn(rows, long).to(dtype)
+        one = [slice(i, i + 1) for i in range(rows)]
+        alone = [cpu.routed_out(x[i], w, keep[i], isa=isa) for i in one]
+        assert torch.equal(cpu.routed_out(x, w, keep, isa=isa), torch.cat(alone))
+        alone = [cpu.routed_in(wide[i], w_in, keep[i], isa=isa) for i in one]
+        got = cpu.routed_in(wide, w_in, keep, isa=isa)
+        assert torch.equal(got, torch.cat(alone))
+        kept = keep.repeat_interleave(2, 1)
+        close(got, torch.where(kept, wide.double() @ w_in.double().t(), 0.0), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,6 +1,6 @@
 // routed_ffn, routed_in and routed_out for few rows: one parallel region each.
 #pragma once
-#include "outer.h"
+#include "few.h"
 
 namespace {
 
@@ -11,10 +11,10 @@ template <class T, class W> static int64_t ffn_few(const WideFfn &f, WideArena *
   FewInner<T, W> inner{f.act, f.rows, f.hidden, size, f.groups, (const T *)f.x, f.ldx,
                        (const W *)f.gate, f.ldgate, (const W *)f.up, f.ldup, f.gate_scale, f.up_scale,
                        (const T *)f.gate_bias, (const T *)f.up_bias, s.get<T>(f.rows * f.inner)};
-  Outer<T, W> outer{{f.rows, f.hidden, size, f.groups, inner.h, f.inner, (const W *)f.down, f.lddown,
+  FewOuter<T, W> outer{f.rows, f.hidden, size, f.groups, inner.h, f.inner, (const W *)f.down, f.lddown,
                      f.down_input_major != 0, f.down_scale, (const T *)f.down_bias, nullptr, 0, (T *)f.out, f.ldout,
-                     nullptr, nullptr}, {}, {}};
-  outer.reserve(s, f.run.threads);
+                     nullptr, nullptr};
+  outer.reserve(s);
   FewRouter<T> router{&f.router, f.rows, f.hidden, f.groups, nullptr, nullptr, f.keep_out};
   if (routes) router.reserve(s);
   Queue *queue = s.zeros<Queue>(1);
@@ -39,7 +39,7 @@ template <class T, class W> static int64_t ffn_few(const WideFfn &f, WideArena *
     mine.build(keep, ldkeep, f.rows, f.groups);
     inner.run(mine, *queue);
     team.barrier();
-    outer.run(mine, keep, ldkeep, team);
+    outer.run(mine, team);
   });
   return WIDELLM_OK;
 }
@@ -81,15 +81,15 @@ template <class T, class W> static int64_t in_few(const WideIn &f, WideArena *ar
 template <class T, class W> static int64_t out_few(const WideOut &f, WideArena *arena) {
   Scratch s{arena};
   int64_t size = f.inputs / f.groups;
-  Outer<T, W> outer{{f.rows, f.outputs, size, f.groups, (const T *)f.x, f.ldx, (const W *)f.w, f.ldw,
+  FewOuter<T, W> outer{f.rows, f.outputs, size, f.groups, (const T *)f.x, f.ldx, (const W *)f.w, f.ldw,
                      f.input_major != 0, f.scale, (const T *)f.bias, nullptr, 0, (T *)f.out, f.ldout, nullptr,
-                     nullptr}, {}, {}};
-  outer.reserve(s, f.run.threads);
+                     nullptr};
+  outer.reserve(s);
   Kept kept;
   kept.reserve(s, f.groups);
   if (!s.ok) return WIDELLM_NO_MEMORY;
   kept.build(f.keep, f.ldkeep, f.rows, f.groups);
-  parallel(f.run.threads, [&](const Team &team) { outer.run(kept, f.keep, f.ldkeep, team); });
+  parallel(f.run.threads, [&](const Team &team) { outer.run(kept, team); });
   return WIDELLM_OK;
 }
 

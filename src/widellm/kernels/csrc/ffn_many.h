@@ -42,7 +42,7 @@ template <class T, class W> static int64_t ffn_many(const WideFfn &f, WideArena 
     ManyIn<T, W> in{f.hidden, size, left.ld, left.at(row0), (const W *)f.gate, f.ldgate, (const W *)f.up, f.ldup,
                     f.gate_scale, f.up_scale, (const T *)f.gate_bias, (const T *)f.up_bias};
     ManyOut<T, W> out{rows, f.hidden, size, units, (const W *)f.down, f.lddown, f.down_input_major != 0, f.down_scale,
-                      (const T *)f.down_bias, nullptr, 0, (T *)f.out + row0 * f.ldout, f.ldout, total, 0, nullptr};
+                      (const T *)f.down_bias, (T *)f.out + row0 * f.ldout, f.ldout, total};
 
     parallel(threads, [&](const Team &team) {
       float *panel = panels + team.thread * panel_floats, *own = sums + team.thread * block * kNr;
@@ -69,7 +69,7 @@ template <class T, class W> static int64_t ffn_many(const WideFfn &f, WideArena 
             memset((void *)(to + n + ids[row] * batches.ld), 0, (size_t)padding * sizeof(A));
         }
         for (int64_t u = queue[1].take(); u < RowSets::blocks(n_groups); u = queue[1].take())
-          sets.build(u, rows, groups, n_groups, keep ? keep + row0 * ldkeep : nullptr, ldkeep, 0);
+          sets.build(u, rows, groups, n_groups, keep ? keep + row0 * ldkeep : nullptr, ldkeep);
         team.barrier();
         out.run(sets, groups, n_groups, h, offset, batches.ld, b == 0, b + 1 == batches.count, queue[2], team,
                 panel);
@@ -126,20 +126,48 @@ template <class T, class W> static int64_t in_many(const WideIn &f, WideArena *a
 }
 
 template <class T, class W> static int64_t out_many(const WideOut &f, WideArena *arena) {
+  typedef typename Packed<T>::A A;
   Scratch s{arena};
-  int64_t size = f.inputs / f.groups, block = imin(kRowBlock, f.rows);
-  ManyOut<T, W> out{block, f.outputs, size, ceil_div(size, Packed<T>::per), (const W *)f.w, f.ldw, f.input_major != 0,
-                    f.scale, (const T *)f.bias, nullptr, 0, (T *)f.out, f.ldout, nullptr, 0, nullptr};
-  SumMany<T, W> sum;
-  sum.reserve(s, out, f.groups, f.run.threads);
+  int64_t size = f.inputs / f.groups, units = ceil_div(size, Packed<T>::per), block = imin(kRowBlock, f.rows);
+  int64_t threads = f.run.threads;
+  // A group's inputs are read in place, or from a copy in the kernel's own type in which each group fills whole units.
+  const bool in_place = sizeof(A) == sizeof(T) && size % Packed<T>::per == 0;
+  const int64_t padded = in_place ? size : units * Packed<T>::per, ld = in_place ? f.ldx : f.groups * padded;
+  A *copy = in_place ? nullptr : s.get<A>(block * ld);
+  RowSets sets;
+  sets.reserve(s, block, f.groups, units);
+  int64_t *groups = s.get<int64_t>(f.groups), *at = s.get<int64_t>(f.groups);
+  uint8_t *any = s.get<uint8_t>(f.groups);
+  float *panels = s.get<float>(threads * ManyOut<T, W>::scratch(units));
+  float *total = s.get<float>(ceil_div(f.outputs, kNr) * block * kNr);
   if (!s.ok) return WIDELLM_NO_MEMORY;
 
   for (int64_t row0 = 0; row0 < f.rows; row0 += block) {
-    out.rows = imin(block, f.rows - row0);
-    out.out = (T *)f.out + row0 * f.ldout;
-    sum.again();
-    parallel(f.run.threads, [&](const Team &team) {
-      sum.run(out, (const T *)f.x + row0 * f.ldx, f.ldx, f.keep ? f.keep + row0 * f.ldkeep : nullptr, f.ldkeep, team);
+    int64_t rows = imin(block, f.rows - row0), n_groups = 0;
+    const uint8_t *keep = f.keep ? f.keep + row0 * f.ldkeep : nullptr;
+    memset(any, keep == nullptr, (size_t)f.groups);
+    for (int64_t m = 0; keep && m < rows; m++)
+      for (int64_t g = 0; g < f.groups; g++) any[g] |= keep[m * f.ldkeep + g];
+    for (int64_t g = 0; g < f.groups; g++) {
+      if (!any[g]) continue;
+      groups[n_groups] = g;
+      at[n_groups++] = g * padded;
+    }
+    const T *x = (const T *)f.x + row0 * f.ldx;
+    const A *h = in_place ? reinterpret_cast<const A *>(x) : copy;
+    ManyOut<T, W> out{rows, f.outputs, size, units, (const W *)f.w, f.ldw, f.input_major != 0, f.scale,
+                      (const T *)f.bias, (T *)f.out + row0 * f.ldout, f.ldout, total};
+    Queue queue[2] = {};
+    parallel(threads, [&](const Team &team) {
+      Range part = share(rows, 1, team);
+      for (int64_t m = part.begin; copy && m < part.end; m++)
+        for (int64_t g = 0; g < f.groups; g++)
+          if (!keep || keep[m * f.ldkeep + g]) widen_row<T>(x + m * f.ldx + g * size, size, copy + m * ld + g * padded);
+      for (int64_t u = queue[0].take(); u < RowSets::blocks(n_groups); u = queue[0].take())
+        sets.build(u, rows, groups, n_groups, keep, f.ldkeep);
+      team.barrier();
+      out.run(sets, groups, n_groups, h, at, ld, true, true, queue[1], team,
+              panels + team.thread * ManyOut<T, W>::scratch(units));
     });
   }
   return WIDELLM_OK;

@@ -4,7 +4,6 @@
 // each half of the rotary sum, the activation, the product, each residual sum).
 #pragma once
 #include "attention_few.h"
-#include "outer.h"
 
 namespace {
 
@@ -171,20 +170,20 @@ template <class T, class W> static auto rest_work(const WideLayer &l, const Wide
                   c.mask, c.mask_kind, c.mask_batch, c.mask_query, c.start, c.causal, c.window, l.scale};
   FewAttention<T> attention{a, 0, 0, 0, nullptr, nullptr, nullptr};
   attention.reserve(s);
-  Outer<T, W> o{{rows, l.hidden, inner_dim / l.attn_groups, l.attn_groups, mixed, inner_dim, (const W *)l.wo, l.ldo,
+  FewOuter<T, W> o{rows, l.hidden, inner_dim / l.attn_groups, l.attn_groups, mixed, inner_dim, (const W *)l.wo, l.ldo,
                  l.o_input_major != 0, l.o_scale, (const T *)l.bo, (const T *)c.x, c.ldx, middle, l.hidden, nullptr,
-                 nullptr}, {}, {}};
-  o.reserve(s, l.run.threads);
+                 nullptr};
+  o.reserve(s);
   FewRouter<T> router{&l.ffn_router, rows, l.hidden, l.ffn_groups, nullptr, nullptr, c.ffn_keep};
   if (routes) router.reserve(s, l.ffn_router.shared && c.tokens == 1);
   int64_t size = l.inner / l.ffn_groups;
   FewInner<T, W> inner{l.act, rows, l.hidden, size, l.ffn_groups, x, l.hidden, (const W *)l.gate, l.ldgate,
                        (const W *)l.up, l.ldup, l.gate_scale, l.up_scale, (const T *)l.gate_bias,
                        (const T *)l.up_bias, s.get<T>(rows * l.inner)};
-  Outer<T, W> outer{{rows, l.hidden, size, l.ffn_groups, inner.h, l.inner, (const W *)l.down, l.lddown,
+  FewOuter<T, W> outer{rows, l.hidden, size, l.ffn_groups, inner.h, l.inner, (const W *)l.down, l.lddown,
                      l.down_input_major != 0, l.down_scale, (const T *)l.down_bias, middle, l.hidden, (T *)c.out,
-                     l.hidden, nullptr, nullptr}, {}, {}};
-  outer.reserve(s, l.run.threads);
+                     l.hidden, nullptr, nullptr};
+  outer.reserve(s);
   Queue *queues = s.zeros<Queue>(2);
   Kept *kept = s.get<Kept>(l.run.threads);
   for (int64_t t = 0; s.ok && t < l.run.threads; t++) kept[t].reserve(s, imax(l.attn_groups, l.ffn_groups));
@@ -197,7 +196,7 @@ template <class T, class W> static auto rest_work(const WideLayer &l, const Wide
     attention.merge(share(rows * l.heads, 1, team), false);
     mine.build(c.keep, l.attn_groups, rows, l.attn_groups);
     team.barrier();
-    o.run(mine, c.keep, l.attn_groups, team);
+    o.run(mine, team);
     if (c.attention_only) return;
     team.barrier();
     Range part = share(rows, 1, team);
@@ -215,7 +214,7 @@ template <class T, class W> static auto rest_work(const WideLayer &l, const Wide
     mine.build(c.ffn_keep, l.ffn_groups, rows, l.ffn_groups);
     inner.run(mine, queues[1]);
     team.barrier();
-    outer.run(mine, c.ffn_keep, l.ffn_groups, team);
+    outer.run(mine, team);
   };
 }
 

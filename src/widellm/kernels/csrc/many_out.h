@@ -16,15 +16,10 @@ template <class T, class W> struct ManyOut {  // sums[panel][row] += h[group] . 
   int64_t ldw;
   bool input_major;
   const float *scale;  // null: 1
-  const T *bias, *residual;
-  int64_t ldres;
+  const T *bias;
   T *out;
   int64_t ldout;
   float *sums;  // [panels, rows, kNr]
-  // Not 0: sums of so many groups each are made by themselves and then added up, as FewOuter does. They are the same then
-  // to the last bit; it costs another pass over the sums.
-  int64_t section;
-  float *totals;  // of sections; like sums
 
   int64_t panels() const { return ceil_div(outputs, kNr); }
   // Panels that a thread takes together: a weight row is then read in pieces worth a page walk, and the sums of all
@@ -104,95 +99,26 @@ template <class T, class W> struct ManyOut {  // sums[panel][row] += h[group] . 
     for (int64_t p = queue.take(); p < pieces(team.threads); p = queue.take()) {
       Piece now = piece(p, team.threads);
       if (is_first) clear(now);
-      int64_t open = -1;  // the section that sums are of
       for (int64_t b = 0; b < RowSets::blocks(n); b++)
-        for (int64_t i = 0; i < sets.n_sets[b]; i++) {
-          const Set &set = sets.sets[b * kMaxTerms + i];
-          if (section && open >= 0 && groups[set.first] / section != open) close_section(now);
-          if (section) open = groups[set.first] / section;
-          add(now, set, groups, h, at, ldh, panel);
-        }
-      if (open >= 0) close_section(now);
+        for (int64_t i = 0; i < sets.n_sets[b]; i++)
+          add(now, sets.sets[b * kMaxTerms + i], groups, h, at, ldh, panel);
       for (int64_t i = now.first; is_last && i < now.first + now.panels; i++) finish(i, now.rows);
     }
   }
   void clear(const Piece &piece) const {
-    const size_t bytes = (size_t)((piece.rows.end - piece.rows.begin) * kNr) * sizeof(float);
-    for (int64_t p = piece.first; p < piece.first + piece.panels; p++) {
-      memset((void *)(sums + (p * rows + piece.rows.begin) * kNr), 0, bytes);
-      if (section) memset((void *)(totals + (p * rows + piece.rows.begin) * kNr), 0, bytes);
-    }
-  }
-  void close_section(const Piece &piece) const {
     for (int64_t p = piece.first; p < piece.first + piece.panels; p++)
-      for (int64_t i = (p * rows + piece.rows.begin) * kNr; i < (p * rows + piece.rows.end) * kNr; i += kLanes) {
-        store(totals + i, load(totals + i) + load(sums + i));
-        store(sums + i, vf{});
-      }
+      memset((void *)(sums + (p * rows + piece.rows.begin) * kNr), 0,
+             (size_t)((piece.rows.end - piece.rows.begin) * kNr) * sizeof(float));
   }
   void finish(int64_t p, Range part) const {
     for (int64_t m = part.begin; m < part.end; m++)
       for (int64_t j = p * kNr; j < imin((p + 1) * kNr, outputs); j += kLanes) {
         int64_t lanes = imin(kLanes, outputs - j);
-        vf a = load((section ? totals : sums) + (p * rows + m) * kNr + j - p * kNr);
+        vf a = load(sums + (p * rows + m) * kNr + j - p * kNr);
         if (scale) a *= loadn(scale + j, lanes);
         if (bias) a += loadn(bias + j, lanes);
-        if (residual) a = rounded<T>(a) + loadn(residual + m * ldres + j, lanes);
         storen(out + m * ldout + j, a, lanes);
       }
-  }
-};
-
-// A map out of the groups by itself: its sets, its left operand, its scratch.
-template <class T, class W> struct SumMany {
-  typedef typename Packed<T>::A A;
-  int64_t groups, size, padded, rows;
-  A *copy;  // [rows, groups, padded], where x cannot be read in place: then each group fills whole units of the type A
-  RowSets sets;
-  int64_t *lists;  // per thread: the groups that any row keeps, and where their inputs begin in a row
-  uint8_t *any;    // per thread: [groups]
-  float *panels;   // per thread
-  Queue *queues;
-
-  void reserve(Scratch &s, ManyOut<T, W> &out, int64_t n_groups, int64_t threads) {
-    groups = n_groups;
-    size = out.size;
-    rows = out.rows;
-    bool in_place = sizeof(A) == sizeof(T) && size % Packed<T>::per == 0;
-    padded = in_place ? size : out.units * Packed<T>::per;
-    copy = in_place ? nullptr : s.get<A>(rows * groups * padded);
-    sets.reserve(s, rows, groups, out.units);
-    lists = s.get<int64_t>(threads * groups * 2);
-    any = s.get<uint8_t>(threads * groups);
-    panels = s.get<float>(threads * out.scratch(out.units));
-    queues = s.zeros<Queue>(2);
-    out.sums = s.get<float>(out.panels() * rows * kNr);
-    out.totals = out.section ? s.get<float>(out.panels() * rows * kNr) : nullptr;
-  }
-  // Every thread calls it, once between two calls of again.
-  void again() const { queues[0] = queues[1] = {}; }
-  void run(const ManyOut<T, W> &out, const T *x, int64_t ldx, const uint8_t *keep, int64_t ldkeep,
-           const Team &team) const {
-    int64_t *list = lists + team.thread * groups * 2, *at = list + groups, n = 0;
-    uint8_t *kept = any + team.thread * groups;
-    memset(kept, keep == nullptr, (size_t)groups);
-    for (int64_t m = 0; keep && m < out.rows; m++)
-      for (int64_t g = 0; g < groups; g++) kept[g] |= keep[m * ldkeep + g];
-    for (int64_t g = 0; g < groups; g++) {
-      if (!kept[g]) continue;
-      list[n] = g;
-      at[n++] = g * padded;
-    }
-    Range part = share(out.rows, 1, team);
-    for (int64_t m = part.begin; copy && m < part.end; m++)
-      for (int64_t g = 0; g < groups; g++)
-        if (!keep || keep[m * ldkeep + g])
-          widen_row<T>(x + m * ldx + g * size, size, copy + (m * groups + g) * padded);
-    for (int64_t u = queues[0].take(); u < RowSets::blocks(n); u = queues[0].take())
-      sets.build(u, out.rows, list, n, keep, ldkeep, out.section);
-    team.barrier();
-    out.run(sets, list, n, copy ? copy : reinterpret_cast<const A *>(x), at, copy ? groups * padded : ldx, true, true,
-            queues[1], team, panels + team.thread * out.scratch(out.units));
   }
 };
 

@@ -59,8 +59,7 @@ struct RowSets {
     int64_t cost;
     uint32_t begins;  // bit i: a set begins at group i
   };
-  // groups: the n that hist is of. A set never lies in two sections (of so many groups each; 0: there are none).
-  Cut cut(const int32_t *hist, const int64_t *groups, int n, int64_t section) const {
+  Cut cut(const int32_t *hist, int n) const {
     if (n == 1) return {cost(hist, 1), 1};
     int low = (n + 1) / 2, high = n - low;
     int32_t lows[1 << kMaxTerms / 2] = {}, highs[1 << kMaxTerms / 2] = {};
@@ -68,16 +67,14 @@ struct RowSets {
       lows[p & ((1u << low) - 1)] += hist[p];
       highs[p >> low] += hist[p];
     }
-    Cut a = cut(lows, groups, low, section), b = cut(highs, groups + low, high, section);
-    Cut both{a.cost + b.cost, a.begins | b.begins << low};
-    if (n * units > kSetUnits || (section && groups[0] / section != groups[n - 1] / section)) return both;
+    Cut a = cut(lows, low), b = cut(highs, high), both{a.cost + b.cost, a.begins | b.begins << low};
+    if (n * units > kSetUnits) return both;
     Cut whole{cost(hist, n), 1};
     return whole.cost <= both.cost ? whole : both;
   }
 
   // Of n groups in all, those of block b, for n_rows rows. keep null: all kept.
-  void build(int64_t b, int64_t n_rows, const int64_t *groups, int64_t n, const uint8_t *keep, int64_t ldkeep,
-             int64_t section) const {
+  void build(int64_t b, int64_t n_rows, const int64_t *groups, int64_t n, const uint8_t *keep, int64_t ldkeep) const {
     int64_t begin = n * b / blocks(n), size = n * (b + 1) / blocks(n) - begin;
     uint8_t *kept = kept_by + b * rows;
     int32_t hist[1 << kMaxTerms] = {};
@@ -87,7 +84,7 @@ struct RowSets {
       kept[m] = (uint8_t)bits;
       hist[bits]++;
     }
-    uint32_t begins = cut(hist, groups + begin, (int)size, section).begins;
+    uint32_t begins = cut(hist, (int)size).begins;
     Run *run = runs + (b << kMaxTerms);
     int32_t *id = ids + b * kMaxTerms * rows;
     int64_t count = 0;

@@ -12,6 +12,7 @@ constexpr int kDotRows = 4;  // rows of x per tile; with 4 weight rows, half of 
 constexpr int kDotRows = 2;
 #endif
 constexpr int kPairCols = 2 * kLanes;
+constexpr int64_t kManySums = 12;    // rows whose sums take longer to fetch than the weights do
 constexpr int64_t kDotChunk = 1024;  // inputs of a row that are taken at a time, where there are many rows and they are
 constexpr int64_t kLongRow = 4096;   // longer than this in bytes: two tiles of whole rows would not fit the first cache
 
@@ -249,8 +250,9 @@ static void dot_rows(const W *w, int64_t ldw, int64_t nw, const T *const *x, int
   }
 }
 
+// Not inlined: among its callers' variables GCC keeps the addresses of y in memory, which costs a tenth.
 template <class T, class W, int P>
-static void pairs_into(const W *w, int64_t ldw, const T *const *h, int64_t f, float *const *y, int64_t nx,
+__attribute__((noinline)) static void pairs_into(const W *w, int64_t ldw, const T *const *h, int64_t f, float *const *y, int64_t nx,
                        int64_t cols, const W *ahead) {
   for (int64_t j = 0; j < cols; j += kPairCols) {
     Pair<T> pair[P];
@@ -271,11 +273,10 @@ static void pairs_into(const W *w, int64_t ldw, const T *const *h, int64_t f, fl
 }
 
 // y[m][j] += sum over f < nf of h[m][f] * w[f][j] for j < cols; y in the order of Pair, padded to kPairCols; next: the
-// weight rows that are wanted after these
-template <class T, class W>
-static void sum_rows(const W *w, int64_t ldw, int64_t nf, const T *const *h, float *const *y, int64_t nx,
-                     int64_t cols, const W *next = nullptr) {
-  constexpr int P = Pair<T>::batch;
+// weight rows that are wanted after these. P: pairs of weight rows that are added up at a time.
+template <class T, class W, int P>
+static void sum_pairs(const W *w, int64_t ldw, int64_t nf, const T *const *h, float *const *y, int64_t nx,
+                      int64_t cols, const W *next) {
   int64_t f = 0;
   for (; f + 2 * P <= nf; f += 2 * P) {
     const W *now = w + f * ldw;
@@ -293,6 +294,14 @@ static void sum_rows(const W *w, int64_t ldw, int64_t nf, const T *const *h, flo
       }
     }
   }
+}
+
+template <class T, class W>
+static void sum_rows(const W *w, int64_t ldw, int64_t nf, const T *const *h, float *const *y, int64_t nx,
+                     int64_t cols, const W *next = nullptr) {
+  constexpr int P = Pair<T>::batch;
+  if (nx >= kManySums) return sum_pairs<T, W, 2 * P>(w, ldw, nf, h, y, nx, cols, next);
+  sum_pairs<T, W, P>(w, ldw, nf, h, y, nx, cols, next);
 }
 
 // The same for whole weight rows, which lie in memory one after the other: they are asked for in that order, a fixed
