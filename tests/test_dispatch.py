@@ -17,7 +17,7 @@ from widellm.config import WidthConfig
 from widellm.errors import BackendError
 from widellm.kernels import cost_table, cpu, dispatch, reference, registry
 from widellm.kernels.cost_table import CostTable, OpShape
-from widellm.modeling.attach import attach
+from widellm.modeling.attach import attach, set_budget
 
 SHAPE = OpShape("routed_ffn", 16, 32, 4, torch.float32)
 
@@ -185,6 +185,27 @@ def test_explain_says_what_each_layer_uses_and_why() -> None:
     model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *a: None)
     assert explain(model)["layers"][1]["decode"][0] == "ops"
     json.dumps(found)
+
+
+@pytest.mark.skipif(not cpu.availability()[0], reason="the native library is not built")
+def test_explain_at_budget_one_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    route(model)
+    set_budget(model, 1.0)
+    ops = explain(model, 1.0)["layers"][0]["ops"]
+    assert {op: ops[op]["512"][0] for op in ("routed_in", "routed_out", "routed_ffn")} == {
+        "routed_in": "module",
+        "routed_out": "module",
+        "routed_ffn": "cpu",
+    }
+    assert ops["routed_ffn"]["8"][0] == "module"
+    ran: list[str] = []
+    for op in ("routed_in", "routed_out", "routed_ffn"):
+        run = getattr(cpu, op)
+        monkeypatch.setattr(cpu, op, lambda *a, op=op, run=run: ran.append(op) or run(*a))  # type: ignore[misc]
+    with torch.no_grad():
+        model(torch.zeros(1, 512, dtype=torch.long))
+    assert ran == ["routed_ffn"] * 2
 
 
 def test_explain_shows_measured_times_once_tuned() -> None:

@@ -123,11 +123,24 @@ def test_an_unknown_backend_raises_and_lists_what_runs() -> None:
         registry.routed_in(torch.randn(2, 4), torch.randn(6, 4), torch.ones(2, 3, dtype=torch.bool), backend="fast")
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((2, 5), torch.bool), ((3, 3), torch.bool), ((2, 3), torch.float32)])
-def test_a_mask_that_does_not_fit_raises(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    keep = torch.ones(shape, dtype=dtype)
-    with pytest.raises(ValueError, match="keep must be bool"):
-        registry.routed_in(torch.randn(2, 4), torch.randn(6, 4), keep)
+@pytest.mark.parametrize("rows", [2, 40])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+@pytest.mark.parametrize("bad", ["groups", "rows", "flat", "deep", "empty", "scalar", "dtype"])
+def test_a_mask_that_does_not_fit_raises(bad: str, kind: torch.dtype, rows: int) -> None:
+    shapes = {"groups": (rows, 5), "rows": (rows + 1, 3), "flat": (rows,), "deep": (rows, 2, 3), "empty": (rows, 0)}
+    shape = () if bad == "scalar" else shapes.get(bad, (rows, 3))
+    keep = torch.ones(shape, dtype=torch.int8 if bad == "dtype" else torch.bool)
+    x, h = torch.randn(rows, 4).to(kind), torch.randn(rows, 6).to(kind)
+    w = torch.randn(6, 4).to(kind)
+    with pytest.raises(ValueError, match="keep must be"):
+        registry.routed_in(x, w, keep)
+    with pytest.raises(ValueError, match="keep must be"):
+        registry.routed_out(h, w.t(), keep)
+    with pytest.raises(ValueError, match="keep must be"):
+        registry.routed_ffn(x, w, w, w.t(), keep, "silu")
+    q = torch.randn(1, rows, 6, 4).to(kind)
+    with pytest.raises(ValueError, match="keep must be"):
+        registry.routed_attention(q, q, q, keep if keep.ndim == 0 else keep[None])
 
 
 def test_gradients_flow_through_the_public_op() -> None:

@@ -288,6 +288,7 @@ def test_bad_arguments_are_named() -> None:
         (ValueError, "w_gate must be", (x, gate[:39], up, down, keep, "silu")),
         (ValueError, "w_up must be", (x.bfloat16(), None, up, down, keep, "silu")),
         (ValueError, "w_down must be", (x, gate, up, down[:, :39], keep, "silu")),
+        (ValueError, "at least one channel", (x, gate[:0], up[:0], down[:, :0], keep, "silu")),
         (ValueError, "keep must be", (x, gate, up, down, keep[:2], "silu")),
         (ValueError, "keep must be", (x, gate, up, down, keep.int(), "silu")),
         (ValueError, "keep must be", (x, gate, up, down, torch.ones(3, 7, dtype=torch.bool), "silu")),

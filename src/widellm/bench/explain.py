@@ -78,6 +78,9 @@ def explain(model: Any, budget: float = 0.5) -> dict[str, Any]:
                     decided = (backend, "asked for by name")
                 elif kind == "cuda":
                     decided = dispatch.choose_on_gpu(shape.op, rows, shape.width // shape.groups)
+                elif budget >= 1.0 and native:
+                    sizes = (shape.op, shape.read, shape.width, shape.groups, dtype, rows)
+                    decided = dispatch.decide_dense(*sizes, shape.input_major)
                 else:
                     decided = dispatch.decide(
                         shape.op, shape.read, shape.width, shape.groups, dtype, rows, budget, native

@@ -160,6 +160,8 @@ def _ffn(
     if w_up.ndim != 2:
         raise ValueError(f"{op}: w_up must be [F, D], got {list(w_up.shape)}")
     inner, hidden = w_up.shape
+    if inner < 1:
+        raise _fail(op, "w_up", "[F, D] with at least one channel", w_up.q if isinstance(w_up, Int8) else w_up)
     if act not in native.ACTIVATIONS:
         raise ValueError(f"{op}: act must be one of {', '.join(native.ACTIVATIONS)}, got {act!r}")
     run = native.run_fields(x.dtype, isa, x.shape[0] * inner * hidden * 2, w_gate, w_up, w_down)

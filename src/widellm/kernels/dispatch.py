@@ -43,18 +43,25 @@ TRITON_MIN_KEYS = 1024
 def choose(op: str, x: Tensor, keep: Tensor, width: int) -> str:
     """Name of the backend for `op` on x `[M, ...]` with keep `[M, G]` over `width` outputs or channels.
 
-    For routed_attention x is q `[B, Tq, H, d]` and keep `[B, Tq, G]`. Takes some tens of microseconds.
+    For routed_attention x is q `[B, Tq, H, d]` and keep `[B, Tq, G]`. Takes a microsecond; some more where it counts
+    what is kept. A mask of no use gets a backend too, whose caller then says what is wrong with it.
     """
     device = x.device.type
+    if keep.ndim < 2 or not keep.shape[-1]:
+        return "masked"
     if device == "cuda":
         return choose_on_gpu(op, keep.shape[0], width // keep.shape[-1])[0]
     native = device == "cpu" and x.dtype in NATIVE_TYPES and cpu.availability()[0]
     if op == "routed_attention":
         return "cpu" if native else "masked"
+    if native and _no_table():
+        return "cpu"  # what the rules say of any density
     rows, groups = x.shape[0], keep.shape[-1]
-    if native and rows <= cpu.few_rows() and active_table(torch.get_num_threads()) is None:
-        return "cpu"  # what the rules say of any density; counting it would take a tenth of a small op
     return decide(op, x.shape[-1], width, groups, x.dtype, rows, density_of(keep), native)[0]
+
+
+def _no_table() -> bool:
+    return active_table(torch.get_num_threads()) is None
 
 
 def density_of(keep: Tensor) -> float:
@@ -67,19 +74,29 @@ def density_of(keep: Tensor) -> float:
 
 
 def native_when_dense(op: str, x: Tensor, weight: Tensor, width: int, groups: int) -> bool:
-    """Whether the native kernels should do what keeps everything: x `[..., N]`, weight `[D, N]` of down or o.
-
-    Only for many rows and input-major weights; the module's own torch linear is the other way.
-    """
-    rows = x.numel() // x.shape[-1]
-    stored = weight.device.type == "cpu" and weight.stride(0) == 1 and x.dtype == weight.dtype
+    """Whether the native kernels should do what keeps everything: x `[..., N]`, weight `[D, N]` of down or o."""
     graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if not stored or graph or torch.compiler.is_compiling() or x.dtype not in NATIVE_TYPES or not cpu.availability()[0]:
+    ready = weight.device.type == "cpu" and x.dtype == weight.dtype and x.dtype in NATIVE_TYPES
+    if graph or not ready or torch.compiler.is_compiling() or not cpu.availability()[0]:
         return False
-    small = op == "routed_out" and x.shape[-1] <= DENSE_MAX_OUT and rows > DENSE_OUT_ROWS
-    if rows <= cpu.few_rows() or (small and active_table(torch.get_num_threads()) is None):
-        return False
-    return decide(op, x.shape[-1], width, groups, x.dtype, rows, 1.0, True)[0] == "cpu"
+    rows = x.numel() // x.shape[-1]
+    return decide_dense(op, x.shape[-1], width, groups, x.dtype, rows, weight.stride(0) == 1)[0] == "cpu"
+
+
+def decide_dense(
+    op: str, inputs: int, width: int, groups: int, dtype: torch.dtype, rows: int, input_major: bool
+) -> tuple[str, str]:
+    """("cpu" or "module", why) where nothing is dropped and the native kernels could run; as `decide`.
+
+    Only for many rows and input-major weights of FFNs and o; the module's own torch linear is the other way.
+    """
+    own = "module", "rule: nothing is dropped: the module's own linear"
+    if op == "routed_in" or rows <= cpu.few_rows() or not input_major:
+        return own
+    if _no_table() and op == "routed_out" and inputs <= DENSE_MAX_OUT and rows > DENSE_OUT_ROWS:
+        return own
+    backend, why = decide(op, inputs, width, groups, dtype, rows, 1.0, True)
+    return (backend, why) if backend == "cpu" else ("module", why)
 
 
 def choose_on_gpu(op: str, rows: int, channels: int) -> tuple[str, str]:

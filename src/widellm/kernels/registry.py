@@ -45,9 +45,10 @@ def backends() -> dict[str, tuple[bool, str]]:
 
 def check_backend(name: str) -> str:
     """Return `name` if it is "auto" or a backend that can run here, else raise BackendError listing those that can."""
-    table = backends()
-    if name == "auto" or (name in table and table[name][0]):
+    here = {"cpu": cpu.availability, "triton": gpu.availability}
+    if name == "auto" or (name in BACKENDS and (name not in here or here[name]()[0])):
         return name
+    table = backends()
     usable = ", ".join(["auto", *(n for n, (ok, _) in table.items() if ok)])
     why = f"cannot run here: {table[name][1]}" if name in table else "is not known"
     raise BackendError(f"backend {name!r} {why}; usable: {usable}")
@@ -55,10 +56,7 @@ def check_backend(name: str) -> str:
 
 def _run(name: str, op: str, x: Tensor, keep: Tensor, width: int, *args: object) -> Tensor:
     """`op` on all of `args`, by backend `name`; x, keep and width are what `auto` chooses by."""
-    chosen = dispatch.choose(op, x, keep, width) if name == "auto" else name
-    here = {"cpu": cpu.availability, "triton": gpu.availability}
-    if name != "auto" and (name not in BACKENDS or (name in here and not here[name]()[0])):
-        check_backend(name)
+    chosen = dispatch.choose(op, x, keep, width) if name == "auto" else check_backend(name)
     if chosen != "cpu":  # which checks by itself: twice would be a tenth of a small op
         _check(op, x, keep, width)
     try:
@@ -206,7 +204,7 @@ def _(h: Tensor, w: Tensor, keep: Tensor, bias: Tensor | None, backend: str) -> 
 def _run_attention(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor, mask: Tensor | None, scale: float | None, backend: str
 ) -> Tensor:
-    return _run(backend, "routed_attention", q, keep, q.shape[2], q, k, v, keep, mask, scale)
+    return _run(backend, "routed_attention", q, keep, q.shape[-2], q, k, v, keep, mask, scale)
 
 
 _routed_attention = torch.library.custom_op("widellm::routed_attention", _run_attention, mutates_args=())

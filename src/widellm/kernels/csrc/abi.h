@@ -15,8 +15,8 @@ enum { WIDELLM_PORTABLE = 0, WIDELLM_AVX2 = 1, WIDELLM_AVX512 = 2 };
 enum { WIDELLM_OK = 0, WIDELLM_NO_MEMORY = 1, WIDELLM_NO_LEVEL = 2 };
 enum { WIDELLM_MASK_NONE = 0, WIDELLM_MASK_BOOL = 1, WIDELLM_MASK_F32 = 2, WIDELLM_MASK_BF16 = 3 };
 
-// Up to this many rows the kernels read each weight once and keep all rows at hand; beyond, they gather rows and
-// pack weights (see gemm.h). Python reads the number through widellm_few_rows().
+// Up to this many rows the kernels read each weight once and keep all rows at hand; beyond, they gather or sort rows and
+// pack weights (see gemm.h, row_sets.h). Python reads the number through widellm_few_rows().
 constexpr int64_t kFewRows = 32;
 
 struct WideRouter {       // logits = up(act(down(x))) + bias in float32; keep where logits > threshold
