@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import widellm
 from family_contract import greedy, logits_of, tokens
@@ -21,6 +21,7 @@ from widellm.errors import CheckpointError, ConfigError, UnsupportedModelError, 
 from widellm.families import locate
 from widellm.modeling.attach import Width, set_budget, set_dial, width_of
 from widellm.modeling.checkpoint import load_any, save
+from widellm.modeling.quantizer import digest_of
 from widellm.modeling.static_model import UNEVEN, Kept, take_out
 from widellm.routing.budget import Dial
 from widellm.static_export import export_static, most_important
@@ -323,6 +324,11 @@ def damaged(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_text(json.dumps(config))
 
 
+BOTH_WAYS = (AutoModelForCausalLM.from_pretrained, widellm.load)
+
+
+@pytest.mark.requirement("R13")
+@pytest.mark.parametrize("load", BOTH_WAYS)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -332,17 +338,97 @@ def damaged(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
         (lambda q: q["layers"][1].pop("channels"), "for layer 1, expected heads_per_kv_head"),
         (lambda q: q["layers"][1].update(channels=-1), "for layer 1, expected heads_per_kv_head"),
         (lambda q: q["layers"][1].update(heads_per_kv_head=[9, 9]), "18 heads and 15 channels for layer 1"),
-        (lambda q: q["layers"][1].update(channels=20), "has shape"),
+        (lambda q: q["layers"][1].update(channels=20), "digest"),
+        (lambda q: q["layers"][1].update(heads_per_kv_head=[3, 1]), "digest"),  # the weights would fit
+        (lambda q: q["layers"][1].update(heads_per_kv_head=[2, 2]), "digest"),
+        (lambda q: q.pop("digest"), "digest"),
+        (lambda q: q.update(digest=7), "digest"),
     ],
 )
-def test_a_damaged_directory_says_what_is_wrong(change: Any, message: str, tmp_path: Path) -> None:
+def test_a_damaged_directory_says_what_is_wrong(load: Any, change: Any, message: str, tmp_path: Path) -> None:
     model = make("llama")
     ignoring_tokens(model, UNEQUAL)
     folder = exported(model, tmp_path)
     damaged(folder, change)
     with pytest.raises(CheckpointError, match=message) as caught:
-        widellm.load(folder)
+        load(folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.requirement("R13")
+@pytest.mark.parametrize("load", BOTH_WAYS)
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize(
+    ("layer", "sizes", "problem"),
+    [
+        (0, {"channels": 5}, r"layers.0.mlp.\w+.weight is missing"),
+        (1, {"channels": 0}, r"layers.1.mlp.\w+.weight is unexpected"),
+        (1, {"channels": 20}, "has shape"),
+        (1, {"heads_per_kv_head": []}, r"layers.1.self_attn.\w+.weight is unexpected"),
+        (1, {"heads_per_kv_head": [1, 1]}, "has shape"),
+        (2, {"heads_per_kv_head": [1, 3]}, r"layers.2.self_attn.\w+.weight is missing"),
+    ],
+)
+def test_weights_of_other_sizes_are_refused(
+    load: Any, shards: bool, layer: int, sizes: Any, problem: str, tmp_path: Path
+) -> None:
+    """As when files of two exports are mixed: each is whole, and they do not belong together."""
+    model = make("llama", tie_word_embeddings=shards)
+    ignoring_tokens(model, UNEQUAL)
+    folder = exported(model, tmp_path)
+    if shards:
+        AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+        tiny_tokenizer().save_pretrained(tmp_path / "shards")
+        folder = tmp_path / "shards"
+
+    def change(found: dict[str, Any]) -> None:
+        found["layers"][layer].update(sizes)
+        found["digest"] = digest_of(found["layers"])
+
+    damaged(folder, change)
+    with pytest.raises(CheckpointError, match=problem) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.requirement("R13")
+@pytest.mark.parametrize("load", BOTH_WAYS)
+def test_missing_misshapen_and_unexpected_weights_are_refused(load: Any, tmp_path: Path) -> None:
+    model = make("mixtral")  # transformers joins its experts while they load
+    ignoring_tokens(model, {(1, "attention"): [1, 3, 4, 5]})
+    folder = exported(model, tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    for name, given, problem in (
+        ("model.norm.weight", None, "is missing"),
+        ("lm_head.weight", None, "is missing"),
+        ("model.norm.weight", torch.ones(1), "has shape"),  # which would run
+        ("model.layers.3.input_layernorm.weight", torch.ones(36), "is unexpected"),
+    ):
+        changed = {**weights, name: given}
+        if given is None:
+            del changed[name]
+        save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=f"{name} {problem}") as caught:
+            load(folder)
+        assert "\n" not in str(caught.value)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    load(folder)
+
+
+def test_another_head_may_be_new_and_the_layers_may_not(tmp_path: Path) -> None:
+    model = make("llama")
+    ignoring_tokens(model, UNEQUAL)
+    folder = exported(model, tmp_path)
+    found, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert info["missing_keys"] == {"score.weight"} and info["unexpected_keys"] == {"lm_head.weight"}
+    found.save_pretrained(tmp_path / "classifier")
+    _, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "classifier", output_loading_info=True)
+    assert not any(info.values())
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="layers.1.mlp.up_proj.weight is missing"):
+        AutoModelForSequenceClassification.from_pretrained(folder)
 
 
 def test_it_is_a_dense_model_without_a_budget(tmp_path: Path) -> None:

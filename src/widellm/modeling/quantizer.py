@@ -11,6 +11,9 @@ Imported while transformers itself is being imported: what needs a model's code 
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
+from collections.abc import Sequence
 from typing import Any
 
 from transformers.quantizers.base import HfQuantizer
@@ -18,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from widellm.config import FORMAT_VERSION
 from widellm.errors import CheckpointError
-from widellm.sources.models import ROUTED, STATIC
+from widellm.sources.models import ROUTED, STATIC, key_problems
 
 STATIC_FORMAT = 1
 """Version of the static form; a newer one is refused."""
@@ -62,6 +65,7 @@ class StaticConfig(QuantizationConfigMixin):
         format_version: int = STATIC_FORMAT,
         layers: Any = (),
         provenance: dict[str, Any] | None = None,
+        digest: str | None = None,
         **unknown: Any,
     ) -> None:
         if not isinstance(format_version, int) or format_version > STATIC_FORMAT:
@@ -79,10 +83,17 @@ class StaticConfig(QuantizationConfigMixin):
         """One for each layer, see `static_model.Sizes`."""
         self.provenance = provenance or {}
         """What it was made from, and how what it keeps was chosen."""
+        self.digest = digest
+        """`digest_of` the layers it was written with; None for a model that was not read from files."""
 
     def to_dict(self) -> dict[str, Any]:
         names = ("quant_method", "format_version", "layers", "provenance")
-        return copy.deepcopy({name: getattr(self, name) for name in names})
+        return copy.deepcopy({name: getattr(self, name) for name in names}) | {"digest": digest_of(self.layers)}
+
+
+def digest_of(layers: Sequence[Any]) -> str:
+    """Short SHA-256 of the sizes in a static form's config.json: other sizes may fit the same weights' shapes."""
+    return hashlib.sha256(json.dumps(list(layers), sort_keys=True).encode()).hexdigest()[:16]
 
 
 class _Loader(HfQuantizer):
@@ -109,14 +120,49 @@ class StaticQuantizer(_Loader):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         from widellm.modeling.static_model import narrow
 
-        narrow(model, self.quantization_config)
+        config = self.quantization_config
+        narrow(model, config)
+        if config.digest != digest_of(config.layers):
+            raise CheckpointError(
+                f"config.json has sizes of layers with digest {digest_of(config.layers)}, expected {config.digest}: "
+                f"they are not those that were saved with the weights, export the model again"
+            )
+        adjust = model._adjust_missing_and_unexpected_keys
+
+        def check(info: Any) -> None:
+            adjust(info)
+            _check_keys(model, info)
+
+        # transformers calls it with its report on the keys, of which it would only warn
+        model._adjust_missing_and_unexpected_keys = check
+        self.shapes = {name: p.shape for name, p in model.named_parameters()}
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        from widellm.modeling.static_model import check_shapes
-
-        check_shapes(model)
+        del model._adjust_missing_and_unexpected_keys
+        for name, weight in model.named_parameters():
+            if weight.shape != self.shapes[name]:  # older transformers let it pass here
+                raise _foreign(model, name, f"has shape {list(weight.shape)}, expected {list(self.shapes[name])}")
         return super()._process_model_after_weight_loading(model, **kwargs)
+
+
+def _check_keys(model: Any, info: Any) -> None:
+    """Raise CheckpointError unless the files had every weight of the model and no other, of the right shapes.
+
+    What is outside the base model may differ where it is loaded into another class than it was saved from: its head.
+    """
+    own = type(model).__name__ in (model.config.architectures or [type(model).__name__])
+    for key, problem in key_problems(info.to_dict()):
+        if own or key.startswith(f"{model.base_model_prefix}."):
+            info.mismatched_keys.clear()  # or transformers raises its own of them instead
+            raise _foreign(model, key, problem)
+
+
+def _foreign(model: Any, key: str, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{model.config.name_or_path}: weight {key} {problem}; the weights do not belong to the sizes in config.json "
+        f"or are incomplete: export the model again"
+    )
 
 
 class RouterQuantizer(_Loader):

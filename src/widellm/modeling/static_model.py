@@ -178,17 +178,6 @@ def narrow(model: Any, config: StaticConfig) -> Layout:
     return layout
 
 
-def check_shapes(model: Any) -> None:
-    """Raise CheckpointError where a loaded weight is not of its layer's size: older transformers would let it pass."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module.weight.shape != (module.out_features, module.in_features):
-            expected = [module.out_features, module.in_features]
-            raise CheckpointError(
-                f"weight {name}.weight has shape {list(module.weight.shape)}, expected {expected} by the sizes in "
-                f"config.json: the files do not belong together"
-            )
-
-
 @torch.no_grad()
 def take_out(model: Any, kept: Sequence[Kept], provenance: dict[str, Any]) -> list[Sizes]:
     """Take all that is not kept out of a dense model, in place: it computes what it would with that zeroed.

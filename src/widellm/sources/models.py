@@ -282,12 +282,12 @@ def _load_model(
                 f"{folder}: the installed transformers does not know it ({one_line(error)})"
             ) from None
         raise CheckpointError(f"{folder} does not load ({one_line(error)})") from error
-    for key, problem in _key_problems(info):
+    for key, problem in key_problems(info):
         raise CheckpointError(f"{folder}: weight {key} {problem}; the files do not belong together or are incomplete")
     return model
 
 
-def _key_problems(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def key_problems(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) from transformers' loading report."""
     for key in sorted(info.get("missing_keys", ())):
         yield key, "is missing"
