@@ -158,6 +158,10 @@ def test_a_routed_model_on_the_hub_is_routed(routed: Path, run: Run, tmp_path: P
 WRONG = {
     "directory of --json": (("--text", "python-docs", "--json", "nowhere/x.json"), "nowhere is not a directory"),
     "--limit": (("--text", "python-docs", "--limit", "3"), "--limit means nothing with --text"),
+    "--seed": (("--text", "python-docs", "--seed", "0"), "--seed means nothing with --text"),
+    "--batch-size": (("--text", "python-docs", "--batch-size", "8"), "--batch-size means nothing with --text"),
+    "--column of tasks": (("--tasks", "arc_easy", "--column", "text"), "--column means nothing with --tasks"),
+    "--column of text": (("--text", "python-docs", "--column", "text"), "python-docs has no columns: leave the column"),
     "--window": (("--tasks", "arc_easy", "--window", "64"), "--window means nothing with --tasks"),
     "long window": (("--text", "python-docs", "--window", "100000"), "longer than the model's context of"),
 }
@@ -237,6 +241,7 @@ BAD = {
     "text empty": (lambda d, m: (m, "--out", d / "o", "--text", _empty(d)), "is empty"),
     "text binary": (lambda d, m: (m, "--out", d / "o", "--text", _binary(d)), "binary|not text"),
     "text too short": (lambda d, m: (m, "--out", d / "o", "--text", _short(d)), "too short"),
+    "no columns": (lambda d, m: (m, "--out", d / "o", "--column", "body"), "python-docs has no columns"),
     "few tokens": (lambda d, m: (m, "--out", d / "o", "--tokens", "10"), "less than one window"),
     "output exists": (lambda d, m: (m, "--out", _write(d)), "exists"),
     "dtype": (lambda d, m: (m, "--out", d / "o", "--dtype", "int4"), "--dtype must be one of"),

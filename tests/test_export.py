@@ -470,6 +470,12 @@ def test_the_command(run: Run, tmp_path: Path) -> None:  # noqa: F811
         (("export", routed, tmp_path / "x", *static, "--budget", "2"), "budget must be in (0, 1]"),
         (("export", routed, tmp_path / "x", "--budget", "0.5"), "--budget is of the static form"),
         (("export", routed, tmp_path / "x", "--form", "adapter", "--text", "x"), "--text is of the static form"),
+        (("export", routed, tmp_path / "x", "--tokens", "512"), "--tokens is of the static form"),
+        (("export", routed, tmp_path / "x", "--form", "adapter", "--column", "text"), "--column is of the static form"),
+        (("export", routed, tmp_path / "x", *static, "--column", "body"), "some.txt has no columns"),
+        (("export", routed, tmp_path / "x", "--form", "static", "--column", "body"), "python-docs has no columns"),
+        (("export", routed, tmp_path / "x", *static, "--budget", "1"), "budget 1.0 keeps all groups: leave the text"),
+        (("export", routed, tmp_path / "x", "--form", "adapter", "--shard-size", "1MB"), "full and the static form"),
         (("export", routed, tmp_path / "x", "--form", "static", "--tokens", "1"), "--tokens must be at least 2"),
         (("export", routed, tmp_path / "x", "--form", "static", "--text", text), "the text is too short"),
         (("export", routed, tmp_path / "x", "--form", "narrow"), "--form must be one of full, adapter, static"),
@@ -486,8 +492,22 @@ def test_the_text_is_not_for_routers_that_ignore_tokens(tmp_path: Path) -> None:
     model = make("llama")
     ignoring_tokens(model, UNEQUAL)
     save(model, tmp_path / "routed", tiny_tokenizer())
-    with pytest.raises(ConfigError, match="leave the text out"):
-        export_static(tmp_path / "routed", tmp_path / "out", 0.5, "python-docs")
+    for given in ({"text": "python-docs"}, {"tokens": 16384}, {"column": "text"}):
+        with pytest.raises(ConfigError, match=f"for all tokens already: leave the {next(iter(given))} out"):
+            export_static(tmp_path / "routed", tmp_path / "out", 0.5, **given)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("budget", [1.0, None])
+def test_the_text_is_not_for_a_budget_that_keeps_all(budget: float | None, tmp_path: Path) -> None:
+    model = make("llama")
+    route(model, ffn_group_size=5)
+    width_of(model).config = width_of(model).config.replace(provenance={"budget": 1.0})
+    save(model, tmp_path / "routed", tiny_tokenizer())
+    for given in ({"text": "/nonexistent.txt"}, {"tokens": 16384}, {"column": "text"}):
+        with pytest.raises(ConfigError, match=f"keeps all groups: leave the {next(iter(given))} out"):
+            export_static(tmp_path / "routed", tmp_path / "out", budget, **given)
+    assert not (tmp_path / "out").exists()
 
 
 def test_pushing_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import torch
 from tiny import tiny_model
 from widellm.errors import ConfigError, MissingDependencyError, TextError
 from widellm.sources.texts import (
+    column_of,
     read_text,
     read_texts,
     sample_texts,
@@ -294,3 +295,15 @@ def test_a_model_that_writes_nothing(tiny_tokenizer: Any) -> None:
         model.lm_head.bias.zero_()[257] = 1e4  # always </s>
     with pytest.raises(TextError, match="the model wrote only 0 of 500 tokens"):
         sample_texts(model, tiny_tokenizer, 500, 0, length=40)
+
+
+def test_a_column_is_for_sources_that_have_some(tmp_path: Path) -> None:
+    plain, table = tmp_path / "some.txt", tmp_path / "some.jsonl"
+    plain.write_text("hello")
+    table.write_text('{"body": "hello"}\n')
+    for sources in ((str(plain),), ("python-docs",), ("self",), (str(plain), "python-docs")):
+        assert column_of(None, *sources) == "text"
+        with pytest.raises(TextError, match="has no columns: leave the column 'body' out"):
+            column_of("body", *sources)
+    for sources in ((str(table),), (str(tmp_path),), ("someone/set",), (str(plain), str(table))):
+        assert column_of(None, *sources) == "text" and column_of("body", *sources) == "body"

@@ -19,7 +19,7 @@ from widellm.modeling.static_model import Kept, take_out
 from widellm.progress import Progress, no_progress
 from widellm.provenance import versions
 from widellm.sources.quiet import quiet
-from widellm.sources.texts import context_of, read_texts, token_windows, window_record
+from widellm.sources.texts import column_of, context_of, read_texts, token_windows, window_record
 from widellm.training.start import is_static, static_start
 
 TOKENS, WINDOW = 16384, 1024
@@ -44,8 +44,8 @@ def export_static(
     out: str | Path,
     budget: float | None = None,
     text: str | None = None,
-    tokens: int = TOKENS,
-    column: str = "text",
+    tokens: int | None = None,
+    column: str | None = None,
     base: str | None = None,
     overwrite: bool = False,
     progress: Progress = no_progress,
@@ -55,7 +55,8 @@ def export_static(
 
     budget: share of the routable work that may be left, in (0, 1]; None: what the directory was made for. Routers that
     ignore the token (recipe static-width) say what stays, and the result computes what they computed. Of others, the
-    groups with the largest mean importance per work stay, over `tokens` tokens of `text` (None: python-docs).
+    groups with the largest mean importance per work stay, over `tokens` tokens (None: TOKENS) of `text` (None:
+    python-docs). Where no text is read, because the routers say it or all groups stay, none of the three may be given.
     base: where an adapter's base model is. kwargs: those of transformers' save_pretrained (max_shard_size).
 
     Raises UnsupportedModelError, ConfigError, CheckpointError or TextError where a user can mend it; nothing is left at
@@ -69,18 +70,21 @@ def export_static(
     width = width_of(model)
     budget = width.budget if budget is None else budget
     record: dict[str, Any] = {}
-    if is_static(model):
-        if text is not None:
-            raise ConfigError(f"{directory} keeps the same groups for all tokens already: leave the text out")
+    static = is_static(model)
+    given = [name for name, value in (("text", text), ("tokens", tokens), ("column", column)) if value is not None]
+    if given and (static or budget == 1.0):
+        why = f"{directory} keeps the same groups for all tokens already" if static else "budget 1.0 keeps all groups"
+        raise ConfigError(f"{why}: leave the {given[0]} out")
+    if static:
         set_budget(model, budget)
         keep = _decided(width)
         chosen = "by the routers, which ignore the token"
     elif budget == 1.0:
         keep, chosen = [torch.ones(sub.groups, dtype=torch.bool) for sub in width.sublayers], "all"
     else:
+        tokens, source = TOKENS if tokens is None else tokens, text or "python-docs"
         window = min(WINDOW, context_of(model) or WINDOW, tokens)
-        source = text or "python-docs"
-        windows = token_windows(tokenizer, read_texts(source, column=column), tokens, window)
+        windows = token_windows(tokenizer, read_texts(source, column_of(column, source)), tokens, window)
         progress("importance", 0, 1)
         static_start(model, "calibrated", windows)
         progress("importance", 1, 1)

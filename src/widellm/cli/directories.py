@@ -34,7 +34,7 @@ def export(
         ),
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Of static: tokens of that text; default 16384.")] = None,
-    column: Column = "text",
+    column: Column = None,
     base: Base = None,
     shard_size: Annotated[
         str | None, typer.Option(help="Largest weight file of the full and static form; default 50GB.")
@@ -48,12 +48,13 @@ def export(
     if form not in forms:
         raise WidellmError(f"--form must be one of {', '.join(forms)}, got {form!r}")
     if shard_size is not None and form == "adapter":
-        raise WidellmError("--shard-size is of the full form: leave it out, or ask for --form full")
+        raise WidellmError("--shard-size is of the full and the static form: leave it out, or ask for one of them")
     options = {"max_shard_size": shard_size or "50GB"} if form != "adapter" else {}
     if form == "static":
         left = _export_static(directory, out, budget, text, tokens, column, base, overwrite, options)
     else:
-        for name, value in (("--budget", budget), ("--text", text), ("--tokens", tokens)):
+        of_static = {"--budget": budget, "--text": text, "--tokens": tokens, "--column": column}
+        for name, value in of_static.items():
             if value is not None:
                 raise WidellmError(f"{name} is of the static form: leave it out, or ask for --form static")
         checkpoint.export(directory, out, form=form, base=base, overwrite=overwrite, **options)
@@ -68,20 +69,18 @@ def _export_static(
     budget: float | None,
     text: str | None,
     tokens: int | None,
-    column: str,
+    column: str | None,
     base: str | None,
     overwrite: bool,
     options: dict[str, Any],
 ) -> str:
     from widellm.cli import show
-    from widellm.static_export import TOKENS, export_static
+    from widellm.static_export import export_static
 
     if tokens is not None and tokens < 2:
         raise WidellmError(f"--tokens must be at least 2, got {tokens}")
     with show.progress() as progress:
-        done = export_static(
-            directory, out, budget, text, tokens or TOKENS, column, base, overwrite, progress, **options
-        )
+        done = export_static(directory, out, budget, text, tokens, column, base, overwrite, progress, **options)
     counts = [f"{n} of {whole} {unit}" for unit, (n, whole) in (("heads", done.heads), ("channels", done.channels))]
     return f", {' and '.join(counts)} left, {done.spent:.1%} of the routable work"
 
@@ -92,7 +91,7 @@ def card(
     budgets: Annotated[str, typer.Option(help="Budgets to measure, with commas.")] = "0.75,0.5",
     window: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
     max_windows: Annotated[int | None, typer.Option(help="Evaluate only the first N windows.")] = None,
-    column: Column = "text",
+    column: Column = None,
     dtype: Dtype = "auto",
     base: Base = None,
     threads: Threads = None,
@@ -100,12 +99,14 @@ def card(
     """Measure the budget curve and write it into the directory's model card (README.md)."""
     from widellm.cli import show
     from widellm.pipeline import measure_card
+    from widellm.sources.texts import column_of
 
     set_threads(threads)
     wanted = numbers(budgets, "--budgets", float) or ()
+    read = column_of(column, text)
     with show.progress() as progress:
         rows = measure_card(
-            directory, text, wanted, window, max_windows, torch_dtype(dtype), column, base, progress=progress
+            directory, text, wanted, window, max_windows, torch_dtype(dtype), read, base, progress=progress
         )
     for row in rows:
         both = f"perplexity {row['perplexity']:.2f} (dense {row['dense_perplexity']:.2f})"

@@ -37,12 +37,12 @@ def evaluate(
     ] = None,
     shots: Annotated[int | None, typer.Option(help="Examples in the context of a task; default: the task's.")] = None,
     limit: Annotated[int | None, typer.Option(help="Only so many documents of each task.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Requests of a task at once.")] = 8,
-    seed: Annotated[int, typer.Option(help="Chooses the examples of --shots.")] = 0,
+    batch_size: Annotated[int | None, typer.Option(help="Requests of a task at once; default 8.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Chooses the examples of --shots; default 0.")] = None,
     window: Annotated[int | None, typer.Option(help="Tokens in a window; default 1024.")] = None,
     max_windows: Annotated[int | None, typer.Option(help="Evaluate only the first N windows.")] = None,
     budget: MaybeBudget = None,
-    column: Column = "text",
+    column: Column = None,
     dtype: Dtype = "auto",
     base: Base = None,
     device: Device = "cpu",
@@ -52,13 +52,15 @@ def evaluate(
     """Token perplexity on a text (tokenised at once, windows that do not overlap) or tasks of lm-eval, and the work."""
     from widellm import pipeline
     from widellm.cli import show
+    from widellm.sources.texts import column_of
 
     set_threads(threads)
     if (text is None) == (tasks is None):
         raise WidellmError("say what to evaluate on: --text FILE for perplexity, or --tasks NAMES")
-    without = {"--limit": limit, "--shots": shots, "--task-data": task_data}
+    without: dict[str, Any] = {"--limit": limit, "--shots": shots, "--task-data": task_data}
+    without |= {"--batch-size": batch_size, "--seed": seed}
     if tasks is not None:
-        without = {"--window": window, "--max-windows": max_windows}
+        without = {"--window": window, "--max-windows": max_windows, "--column": column}
     odd = [name for name, value in without.items() if value is not None]
     if odd:
         raise WidellmError(f"{odd[0]} means nothing with {'--text' if tasks is None else '--tasks'}: leave it out")
@@ -66,13 +68,15 @@ def evaluate(
         from widellm.integrations.lm_eval import evaluate_tasks
 
         names = [name.strip() for name in tasks.split(",") if name.strip()]
+        batch = 8 if batch_size is None else batch_size
         found = evaluate_tasks(
-            model, names, task_data, budget, shots, limit, batch_size, torch_dtype(dtype), seed, base, device
+            model, names, task_data, budget, shots, limit, batch, torch_dtype(dtype), seed or 0, base, device
         )
         show.tasks_table(found)
         write_json(json_file, found)
         return
     assert text is not None
+    column = column_of(column, text)
     with show.progress() as progress:
         result = pipeline.evaluate(
             model, text, window or 1024, max_windows, budget, torch_dtype(dtype), column, base, device, progress

@@ -39,7 +39,7 @@ def prune(
     ffn_group_size: Annotated[int, typer.Option(help="FFN channels per decision.")] = 64,
     router_rank: Annotated[int, typer.Option(help="Inner width of the routers.")] = 32,
     seed: Annotated[int, typer.Option(help="Makes the calibration reproducible.")] = 0,
-    column: Column = "text",
+    column: Column = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     threads: Threads = None,
@@ -51,6 +51,7 @@ def prune(
     from widellm import pipeline
     from widellm.calibrate.calibration import Settings
     from widellm.cli import show
+    from widellm.sources.texts import column_of
 
     set_threads(threads)
     settings = Settings(
@@ -68,7 +69,7 @@ def prune(
             dtype=torch_dtype(dtype),
             force=force,
             overwrite=overwrite,
-            column=column,
+            column=column_of(column, text),
             device=device,
             progress=progress,
         )

@@ -16,7 +16,9 @@ MaybeBudget = Annotated[
 ]
 Base = Annotated[str | None, typer.Option(help="Where an adapter's base model is, when it is not where it was.")]
 Dtype = Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")]
-Column = Annotated[str, typer.Option(help="Column with the text, in jsonl, parquet and data sets.")]
+Column = Annotated[
+    str | None, typer.Option(help="Column with the text, in jsonl, parquet and data sets; default: text.")
+]
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu, or this machine's accelerator (cuda, cuda:1).")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
 

@@ -37,7 +37,7 @@ def report(
         Path | None, typer.Option(help="Recipes to show: JSON list of recipe, budget, perplexity, std.")
     ] = None,
     figures: Annotated[Path | None, typer.Option(help="New directory to write each figure to as PNG.")] = None,
-    column: Column = "text",
+    column: Column = None,
     dtype: Dtype = "auto",
     threads: Threads = None,
     json_file: JsonFile = None,
@@ -50,6 +50,7 @@ def report(
     from widellm.report.figures import export_png
     from widellm.report.page import render
     from widellm.report.summary import summary
+    from widellm.sources.texts import PYTHON_DOCS, column_of
 
     check_file(out)
     if figures is not None:
@@ -58,8 +59,9 @@ def report(
         check_new_directory(figures)
     require("matplotlib", "report", "drawing a report's figures")
     set_threads(threads)
+    read = column_of(column, text or PYTHON_DOCS)
     with show.progress() as progress:
-        data = collect(directory, text, budget, tokens, bench, compare, column, torch_dtype(dtype), progress)
+        data = collect(directory, text, budget, tokens, bench, compare, read, torch_dtype(dtype), progress)
         progress("drawing", 0, 1)
         page = render(data)
         progress("drawing", 1, 1)

@@ -38,24 +38,26 @@ def train(
     ] = False,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; default: 4 in a run.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint.")] = False,
-    column: Column = "text",
+    column: Column = None,
     threads: Threads = None,
     json_file: JsonFile = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing directory.")] = False,
 ) -> None:
     """Train routers, or routers and adapters; adapters are folded in and the dial is measured anew."""
     from widellm.cli import show
+    from widellm.sources.texts import column_of
     from widellm.training.run import train as run
     from widellm.training.settings import Settings, read_config
 
     set_threads(threads)
     chosen, trainer = read_config(recipe, config)
+    texts = tuple(text or ("python-docs",))
     settings = Settings(
         recipe=chosen,
         stage=stage,
         tokens=tokens,
-        texts=tuple(text or ("python-docs",)),
-        column=column,
+        texts=texts,
+        column=column_of(column, *texts),
         window=window,
         micro_batch=micro_batch,
         seed=seed,
@@ -89,7 +91,7 @@ def compare(
         bool, typer.Option("--speed", help="Also time prefill and decode at each budget, of earlier results too.")
     ] = False,
     config: Config = None,
-    column: Column = "text",
+    column: Column = None,
     device: Device = "cpu",
     threads: Threads = None,
 ) -> None:
@@ -97,11 +99,13 @@ def compare(
     from widellm.bench.speed import measure
     from widellm.cli import show
     from widellm.evaluation.compare import Plan, run
+    from widellm.sources.texts import column_of
 
     set_threads(threads)
+    texts = tuple(text or ("python-docs",))
     plan = Plan(
         recipes=tuple(recipe or ("default", "wide", "static-width")),
-        texts=tuple(text or ("python-docs",)),
+        texts=texts,
         eval_text=eval_text,
         tokens=tokens,
         window=window,
@@ -110,7 +114,7 @@ def compare(
         budgets=numbers(budgets, "--budgets", float) or (),
         max_windows=max_windows,
         config=config,
-        column=column,
+        column=column_of(column, *texts, eval_text),
         device=device,
     )
     with show.progress() as progress:

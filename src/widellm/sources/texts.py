@@ -56,6 +56,23 @@ def read_text(source: str | Path, column: str = "text") -> str:
     return text
 
 
+def column_of(column: str | None, *sources: str) -> str:
+    """The column to read from these sources: the one that was asked for, or "text".
+
+    Raises TextError where one was asked for, and none of them has columns: they are plain text files or python-docs.
+    """
+    if column is not None and not any(map(_has_columns, sources)):
+        raise TextError(f"{', '.join(sources)} has no columns: leave the column {column!r} out")
+    return column or "text"
+
+
+def _has_columns(source: str) -> bool:
+    path = Path(source).expanduser()
+    if path.is_file():
+        return path.suffix.lower() in (".json", *TABLES)
+    return path.exists() or source not in (PYTHON_DOCS, "self")
+
+
 def _open(source: str, column: str) -> Iterator[str]:
     path = Path(source).expanduser()
     if source == PYTHON_DOCS and not path.exists():
