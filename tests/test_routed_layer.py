@@ -95,31 +95,42 @@ def test_decoding_natively_computes_what_an_untouched_model_computes_with_the_sa
 @pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_all_routers_run_natively(way: str, rows: tuple[int, int], cache: str, shared: bool) -> None:
-    """Against transformers' modules and the loops of `reference`, in both of the native layer's dtypes."""
+    """Against transformers' modules and the loops of `reference`, in both of the native layer's dtypes.
+
+    In bfloat16 twice: with decisions by the tokens, of which a rounding may turn a few and with them the logits; and
+    with biases so far from the thresholds that it cannot, where logits are always compared.
+    """
     generator = torch.Generator().manual_seed(1)
     prompt = torch.randint(0, 250, (rows[0], 9), generator=generator)
     more = torch.randint(0, 250, rows, generator=generator)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, far in ((torch.float32, 0.0), (torch.bfloat16, 0.0), (torch.bfloat16, 64.0)):
         model = tiny_model("llama", dtype=dtype)
-        route(model, **WAYS[way])
+        width = route(model, **WAYS[way])
+        for sub in width.sublayers:
+            width.router(sub).bias += far * (-1.0) ** (torch.arange(sub.groups) + sub.layer_index)
         set_batch_shared(model, shared)
         plain, loops = copy.deepcopy(model), copy.deepcopy(model)
         set_backend(plain, "masked")
         set_backend(loops, "reference")
         got, keeps = step(model, prompt, more, cache)
         assert used_natively(model) and not used_natively(plain) and not used_natively(loops)
+        kept = sum(int(keep.sum()) for keep in keeps)
+        places = sum(keep.numel() for keep in keeps)
+        assert len(keeps) == 4 and (far == 0.0 or 0 < kept < places)
         for other in (plain, loops):
             expected, others = step(other, prompt, more, cache)
+            assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(keeps, others, strict=True))
+            turned = sum(int((a != b).sum()) for a, b in zip(keeps, others, strict=True))
             if dtype == torch.float32:
-                assert all(torch.equal(a, b) for a, b in zip(keeps, others, strict=True)) and len(keeps) == 4
+                assert turned == 0
                 torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
-            elif "residual" in WAYS[way].values():
+                continue
+            if "residual" in WAYS[way].values():
                 # the first router reads the embeddings; behind it a stream that may differ by a rounding
                 assert torch.equal(keeps[0], others[0])
-            assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(keeps, others, strict=True))
-            if all(torch.equal(a, b) for a, b in zip(keeps, others, strict=True)):
-                limit = 1e-4 if dtype == torch.float32 else 0.1
-                assert (got - expected).abs().max() <= limit * expected.abs().max()
+            assert turned <= (max(2, places // 20) if far == 0.0 else 0)
+            if turned == 0:
+                assert (got - expected).abs().max() <= 0.05 * expected.abs().max()
         if WAYS[way].get("decision") == "layer":
             assert torch.equal(keeps[0], keeps[1]) and torch.equal(keeps[2], keeps[3])
 
