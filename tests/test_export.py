@@ -317,6 +317,13 @@ def test_quantised_weights_are_refused_with_nothing_changed() -> None:
     assert dict(model.named_parameters()).keys() == before.keys() and type(model).__module__.startswith("transformers")
 
 
+def refused(load: Any, folder: Path, message: str) -> None:
+    """Loading a directory fails, and says why in one line."""
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
 def damaged(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -350,9 +357,7 @@ def test_a_damaged_directory_says_what_is_wrong(load: Any, change: Any, message:
     ignoring_tokens(model, UNEQUAL)
     folder = exported(model, tmp_path)
     damaged(folder, change)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        load(folder)
-    assert "\n" not in str(caught.value)
+    refused(load, folder, message)
 
 
 @pytest.mark.requirement("R13")
@@ -386,9 +391,7 @@ def test_weights_of_other_sizes_are_refused(
         found["digest"] = digest_of(found["layers"])
 
     damaged(folder, change)
-    with pytest.raises(CheckpointError, match=problem) as caught:
-        load(folder)
-    assert "\n" not in str(caught.value)
+    refused(load, folder, problem)
 
 
 @pytest.mark.requirement("R13")
@@ -408,9 +411,7 @@ def test_missing_misshapen_and_unexpected_weights_are_refused(load: Any, tmp_pat
         if given is None:
             del changed[name]
         save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(CheckpointError, match=f"{name} {problem}") as caught:
-            load(folder)
-        assert "\n" not in str(caught.value)
+        refused(load, folder, f"{name} {problem}")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     load(folder)
 

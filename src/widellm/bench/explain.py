@@ -78,12 +78,13 @@ def explain(model: Any, budget: float = 0.5) -> dict[str, Any]:
                     decided = (backend, "asked for by name")
                 elif kind == "cuda":
                     decided = dispatch.choose_on_gpu(shape.op, rows, shape.width // shape.groups)
-                elif budget >= 1.0 and native:
-                    sizes = (shape.op, shape.read, shape.width, shape.groups, dtype, rows)
-                    decided = dispatch.decide_dense(*sizes, shape.input_major)
                 else:
-                    decided = dispatch.decide(
-                        shape.op, shape.read, shape.width, shape.groups, dtype, rows, budget, native
+                    sizes = (shape.op, shape.read, shape.width, shape.groups, dtype, rows)
+                    dense = budget >= 1.0 and native
+                    decided = (
+                        dispatch.decide_dense(*sizes, shape.input_major)
+                        if dense
+                        else dispatch.decide(*sizes, budget, native)
                     )
                 ops[shape.op][str(rows)] = list(decided)
         attention = ["cpu", "rule: skips dropped heads"] if on_cpu else ["masked", "no native kernels for this layer"]

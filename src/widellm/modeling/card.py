@@ -11,6 +11,14 @@ from widellm.config import WidthConfig
 from widellm.routing.budget import Dial
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_UNNAMED = "an unnamed model"
+_LOADING = (
+    "```python",
+    "import widellm",
+    "from transformers import AutoModelForCausalLM",
+    "",
+    'model = AutoModelForCausalLM.from_pretrained("THIS_REPOSITORY")  # no remote code',
+)
 _SETTINGS = (
     "kinds",
     "head_group_size",
@@ -26,20 +34,13 @@ def model_card(config: WidthConfig, dial: Dial | None) -> str:
     """The card's text: how to load it, the budget curve as far as it was measured, recipe, data and versions."""
     base, made = config.base.get("name", ""), config.provenance
     last = (made.get("training") or [{}])[-1]
-    name = base or "an unnamed model"
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [widellm, adaptive-width]"]
-    if _HUB_ID.fullmatch(base):
-        lines.append(f"base_model: {base}")
-    lines += ["---", "", f"# {name.rstrip('/').split('/')[-1]}, width-routed", ""]
+    name = base or _UNNAMED
+    lines = _head(base, "adaptive-width", "width-routed")
     lines += [
         f"Each token chooses, layer by layer, which query heads and FFN channels of {name} it computes. One number,",
         "the budget, says what share of the routable multiply-adds (q, o, gate, up and down) may be spent.",
         "",
-        "```python",
-        "import widellm",
-        "from transformers import AutoModelForCausalLM",
-        "",
-        'model = AutoModelForCausalLM.from_pretrained("THIS_REPOSITORY")  # no remote code',
+        *_LOADING,
         f"widellm.set_budget(model, {made.get('budget', 1.0)})  # any budget in the table; 1.0 is the dense model",
         "```",
         "",
@@ -53,13 +54,7 @@ def model_card(config: WidthConfig, dial: Dial | None) -> str:
         *_bullets({"made for budget": made.get("budget"), **(made.get("settings") or {})}),
         *_bullets({"training": made.get("training")}),
         "",
-        "## Data",
-        "",
-        *(_bullets(made.get("text") or last.get("text") or {}) or ["Not recorded."]),
-        "",
-        "## Versions",
-        "",
-        *(_bullets(made.get("versions") or last.get("versions") or {}) or ["Not recorded."]),
+        *_origin(made.get("text") or last.get("text"), made.get("versions") or last.get("versions")),
         *_bullets({"base fingerprint": config.base.get("fingerprint"), "configuration": config.digest()}),
         "",
     ]
@@ -70,19 +65,12 @@ def static_card(layers: Sequence[Mapping[str, Any]], made: Mapping[str, Any]) ->
     """The card of a static form. layers: `static_model.Sizes.to_json` of each; made: its recorded provenance."""
     made = json.loads(json.dumps(made, sort_keys=True))  # config.json, which it may come from, is sorted
     base = str((made.get("base") or {}).get("name", ""))
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [widellm, pruned]"]
-    if _HUB_ID.fullmatch(base):
-        lines.append(f"base_model: {base}")
-    lines += ["---", "", f"# {(base or 'an unnamed model').rstrip('/').split('/')[-1]}, narrowed", ""]
+    lines = _head(base, "pruned", "narrowed")
     lines += [
         f"{base or 'An unnamed model'} with query heads and FFN channels taken out for good, in every layer as many as",
         "the table says. It is a dense model: no routers, no budget, every token computes all that is left.",
         "",
-        "```python",
-        "import widellm",
-        "from transformers import AutoModelForCausalLM",
-        "",
-        'model = AutoModelForCausalLM.from_pretrained("THIS_REPOSITORY")  # no remote code',
+        *_LOADING,
         "```",
         "",
         "## Layers",
@@ -96,9 +84,20 @@ def static_card(layers: Sequence[Mapping[str, Any]], made: Mapping[str, Any]) ->
         lines.append(f"| {index} | {counts[0]} | {counts[1]} | {'all' if channels is None else channels} |")
     shown = {name: value for name, value in made.items() if name not in ("base", "text", "versions")}
     lines += ["", "## Recipe", "", *_bullets(shown)]
-    lines += ["", "## Data", "", *(_bullets(made.get("text") or {}) or ["Not recorded."])]
-    lines += ["", "## Versions", "", *(_bullets(made.get("versions") or {}) or ["Not recorded."]), ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_origin(made.get("text"), made.get("versions")), ""])
+
+
+def _head(base: str, tag: str, form: str) -> list[str]:
+    """What the hub reads, and the title."""
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", f"tags: [widellm, {tag}]"]
+    if _HUB_ID.fullmatch(base):
+        lines.append(f"base_model: {base}")
+    return [*lines, "---", "", f"# {(base or _UNNAMED).rstrip('/').split('/')[-1]}, {form}", ""]
+
+
+def _origin(text: Any, versions: Any) -> list[str]:
+    data, made_with = (_bullets(record or {}) or ["Not recorded."] for record in (text, versions))
+    return ["## Data", "", *data, "", "## Versions", "", *made_with]
 
 
 def _curve(dial: Dial | None, results: list[dict[str, Any]]) -> Iterable[str]:

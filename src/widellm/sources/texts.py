@@ -48,7 +48,7 @@ def read_text(source: str | Path, column: str = "text") -> str:
     Takes the sources of `read_texts` and raises as it does.
     """
     path = Path(source).expanduser()
-    if not path.is_file() or path.suffix.lower() in (".json", *TABLES):
+    if not path.is_file() or _is_table(path):
         return SEPARATOR.join(read_texts(source, column))
     text = "".join(documents(path, column))
     if not text or text.isspace():
@@ -66,10 +66,14 @@ def column_of(column: str | None, *sources: str) -> str:
     return column or "text"
 
 
+def _is_table(file: Path) -> bool:
+    return file.suffix.lower() in (".json", *TABLES)
+
+
 def _has_columns(source: str) -> bool:
     path = Path(source).expanduser()
     if path.is_file():
-        return path.suffix.lower() in (".json", *TABLES)
+        return _is_table(path)
     return path.exists() or source not in (PYTHON_DOCS, "self")
 
 

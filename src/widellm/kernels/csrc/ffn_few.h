@@ -12,8 +12,8 @@ template <class T, class W> static int64_t ffn_few(const WideFfn &f, WideArena *
                        (const W *)f.gate, f.ldgate, (const W *)f.up, f.ldup, f.gate_scale, f.up_scale,
                        (const T *)f.gate_bias, (const T *)f.up_bias, s.get<T>(f.rows * f.inner)};
   FewOuter<T, W> outer{f.rows, f.hidden, size, f.groups, inner.h, f.inner, (const W *)f.down, f.lddown,
-                     f.down_input_major != 0, f.down_scale, (const T *)f.down_bias, nullptr, 0, (T *)f.out, f.ldout,
-                     nullptr, nullptr};
+                       f.down_input_major != 0, f.down_scale, (const T *)f.down_bias, nullptr, 0, (T *)f.out, f.ldout,
+                       nullptr, nullptr};
   outer.reserve(s);
   FewRouter<T> router{&f.router, f.rows, f.hidden, f.groups, nullptr, nullptr, f.keep_out};
   if (routes) router.reserve(s);
@@ -82,8 +82,8 @@ template <class T, class W> static int64_t out_few(const WideOut &f, WideArena *
   Scratch s{arena};
   int64_t size = f.inputs / f.groups;
   FewOuter<T, W> outer{f.rows, f.outputs, size, f.groups, (const T *)f.x, f.ldx, (const W *)f.w, f.ldw,
-                     f.input_major != 0, f.scale, (const T *)f.bias, nullptr, 0, (T *)f.out, f.ldout, nullptr,
-                     nullptr};
+                       f.input_major != 0, f.scale, (const T *)f.bias, nullptr, 0, (T *)f.out, f.ldout, nullptr,
+                       nullptr};
   outer.reserve(s);
   Kept kept;
   kept.reserve(s, f.groups);

@@ -171,8 +171,8 @@ template <class T, class W> static auto rest_work(const WideLayer &l, const Wide
   FewAttention<T> attention{a, 0, 0, 0, nullptr, nullptr, nullptr};
   attention.reserve(s);
   FewOuter<T, W> o{rows, l.hidden, inner_dim / l.attn_groups, l.attn_groups, mixed, inner_dim, (const W *)l.wo, l.ldo,
-                 l.o_input_major != 0, l.o_scale, (const T *)l.bo, (const T *)c.x, c.ldx, middle, l.hidden, nullptr,
-                 nullptr};
+                   l.o_input_major != 0, l.o_scale, (const T *)l.bo, (const T *)c.x, c.ldx, middle, l.hidden, nullptr,
+                   nullptr};
   o.reserve(s);
   FewRouter<T> router{&l.ffn_router, rows, l.hidden, l.ffn_groups, nullptr, nullptr, c.ffn_keep};
   if (routes) router.reserve(s, l.ffn_router.shared && c.tokens == 1);
@@ -181,8 +181,8 @@ template <class T, class W> static auto rest_work(const WideLayer &l, const Wide
                        (const W *)l.up, l.ldup, l.gate_scale, l.up_scale, (const T *)l.gate_bias,
                        (const T *)l.up_bias, s.get<T>(rows * l.inner)};
   FewOuter<T, W> outer{rows, l.hidden, size, l.ffn_groups, inner.h, l.inner, (const W *)l.down, l.lddown,
-                     l.down_input_major != 0, l.down_scale, (const T *)l.down_bias, middle, l.hidden, (T *)c.out,
-                     l.hidden, nullptr, nullptr};
+                       l.down_input_major != 0, l.down_scale, (const T *)l.down_bias, middle, l.hidden, (T *)c.out,
+                       l.hidden, nullptr, nullptr};
   outer.reserve(s);
   Queue *queues = s.zeros<Queue>(2);
   Kept *kept = s.get<Kept>(l.run.threads);
